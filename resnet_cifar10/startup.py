@@ -1,0 +1,48 @@
+"""What train.py makes sure of before it launches: where the processes meet, and that their GPUs and compiler exist."""
+
+import os
+import socket
+
+from resnet_cifar10.failure import fail
+
+
+def be_a_launcher_of_one() -> None:
+    """Set the variables that torchrun sets, for one process, where no launcher has: ``python train.py`` then works."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def check_devices(plugin: str) -> None:
+    """Fail where ``plugin`` needs a GPU and there is none, or where a node has more processes than GPUs."""
+    import torch
+
+    if not torch.cuda.is_available():
+        if plugin != "torch_ddp":
+            fail(f"-p {plugin} needs a GPU and PyTorch sees none; -p torch_ddp runs on a CPU, too")
+        return
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if processes > gpus:
+        fail(f"{processes} processes on a node with {gpus} GPU(s): start at most {gpus} with --nproc_per_node")
+
+
+def check_cuda_toolkit() -> None:
+    """Fail where HybridAdam could not build its CUDA kernels, for want of nvcc or one of PyTorch's CUDA version.
+
+    ColossalAI asks for the toolkit even when the kernels are built already.
+    """
+    from colossalai.kernel.kernel_loader import FusedOptimizerLoader
+
+    for extension in FusedOptimizerLoader.REGISTRY:
+        try:
+            extension().assert_compatible()
+        except Exception as error:  # ColossalAI raises AssertionError, FileNotFoundError, ValueError and Exception here
+            fail(
+                f"HybridAdam compiles CUDA kernels and cannot: {error} "
+                "Install the CUDA toolkit of the version PyTorch was built with and set CUDA_HOME to its folder, "
+                "the one that holds bin/nvcc."
+            )
