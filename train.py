@@ -157,8 +157,10 @@ def main() -> None:
         train_loader.sampler.set_epoch(epoch)
         train_set.set_epoch(epoch)
         loss_sum = torch.zeros((), device=device)
-        with tqdm(train_loader, f"Epoch [{epoch}/{args.epochs}]", disable=not coordinator.is_master()) as progress:
-            for step, (images, labels) in enumerate(progress):
+        with tqdm(
+            total=len(train_loader), desc=f"Epoch [{epoch}/{args.epochs}]", disable=not coordinator.is_master()
+        ) as progress:
+            for step, (images, labels) in enumerate(train_loader):
                 loss = criterion(model(images), labels)
                 booster.backward(loss, optimizer)
                 optimizer.step()
@@ -166,8 +168,10 @@ def main() -> None:
                 loss_sum += loss.detach()
                 if step % 50 == 0:  # now and then, for item() waits for the GPU
                     progress.set_postfix(loss=f"{loss.item():.4f}")
+                progress.update()
             dist.all_reduce(loss_sum)
-            progress.set_postfix(mean_loss=f"{loss_sum.item() / len(train_loader) / coordinator.world_size:.4f}")
+            mean_loss = loss_sum.item() / (len(train_loader) * coordinator.world_size)
+            progress.set_postfix(mean_loss=f"{mean_loss:.4f}")
         lr_scheduler.step()
         average_batch_norm_statistics(model)
 
@@ -179,7 +183,7 @@ def main() -> None:
     coordinator.print_on_master(accuracy_line(accuracy))
     if args.target_acc and accuracy < args.target_acc:
         fail(f"the accuracy, {accuracy:.4f}, is below --target_acc {args.target_acc}")
-    dist.destroy_process_group()
+    startup.leave()
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ def _check_optimizer(path: Path, content: object) -> None:
         order = [number for group in content["param_groups"] for number in group["params"]]
         moments = [content["state"][number][moment] for number in order for moment in ("exp_avg", "exp_avg_sq")]
         fits = [moment.shape for moment in moments] == [shape for shape in shapes for _ in range(2)]
-    except (TypeError, KeyError, AttributeError):
+        fits = fits and all(int(content["state"][number]["step"]) >= 0 for number in order)
+    except (TypeError, KeyError, AttributeError, ValueError, RuntimeError):
         fits = False
     if not fits:
         raise ValueError(f"{path} does not hold HybridAdam's state for a ResNet-18 for ten classes")
@@ -142,10 +143,15 @@ def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
 
     If they do not pass, the run ends with one line.
     """
+    import torch
+
     with fail_together():
         check_exists(folder, epoch)
-        for part in PARTS:
-            read(folder, part, epoch)
+        _, optimizer_state, lr_scheduler_state = (read(folder, part, epoch) for part in PARTS)
     booster.load_model(model, str(path_of(folder, "model", epoch)))
-    booster.load_optimizer(optimizer, str(path_of(folder, "optimizer", epoch)))
-    booster.load_lr_scheduler(lr_scheduler, str(path_of(folder, "lr_scheduler", epoch)))
+    # What booster.load_optimizer and booster.load_lr_scheduler do, but with what has been checked, and with step counts
+    # as tensors: Gemini insists on those and saves them, and the others, which save plain numbers, take both.
+    for state in optimizer_state["state"].values():
+        state["step"] = torch.as_tensor(state["step"])
+    optimizer.load_state_dict(optimizer_state)
+    lr_scheduler.load_state_dict(lr_scheduler_state)

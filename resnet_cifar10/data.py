@@ -4,12 +4,12 @@ from pathlib import Path
 from random import Random
 from urllib.error import URLError
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, ImageFolder
-from torchvision.transforms.functional import pil_to_tensor
 
 Split = tuple[Tensor, Tensor]
 """Images, uint8 of shape (N, 3, 32, 32), and their labels, int64 of shape (N,)."""
@@ -51,7 +51,7 @@ def load_split(root: Path, split: str) -> Split:
         data = CIFAR10(root, train=split == "train")
     except RuntimeError as error:
         raise ValueError(f"no CIFAR-10 in {root.absolute()}: {error}") from error
-    return torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(data.targets)
+    return _channels_first(data.data), torch.tensor(data.targets)
 
 
 def _load_image_folder(root: Path, split: str) -> Split:
@@ -67,16 +67,20 @@ def _load_image_folder(root: Path, split: str) -> Split:
         raise ValueError(f"{root}/train and {root}/test differ in their classes: {', '.join(odd)}")
 
     folder = folders[split]
-    images = torch.empty(len(folder), 3, 32, 32, dtype=torch.uint8)
-    for image, (path, _) in zip(images, folder.samples):
+    images = []
+    for path, _ in folder.samples:
         try:
-            pixels = pil_to_tensor(folder.loader(path))
+            image = np.asarray(folder.loader(path))
         except Exception as error:  # Pillow raises many kinds for a broken file
             raise ValueError(f"cannot read the image {path}: {error}") from error
-        if pixels.shape != image.shape:
-            raise ValueError(f"{path} is {pixels.shape[2]}x{pixels.shape[1]} pixels, not 32x32")
-        image.copy_(pixels)
-    return images, torch.tensor(folder.targets)
+        if image.shape != (32, 32, 3):
+            raise ValueError(f"the image {path} is {image.shape[1]}x{image.shape[0]} pixels, not 32x32")
+        images.append(image)
+    return _channels_first(np.stack(images)), torch.tensor(folder.targets)
+
+
+def _channels_first(images: np.ndarray) -> Tensor:
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
 
 
 def generate_split(split: str, seed: int = 0) -> Split:

@@ -1,7 +1,8 @@
-"""What train.py makes sure of before it launches: where the processes meet, and that their GPUs and compiler exist."""
+"""The edges of a run: what train.py makes sure of before it launches, and how its processes part."""
 
 import os
 import socket
+import time
 
 from resnet_cifar10.failure import fail
 
@@ -46,3 +47,13 @@ def check_cuda_toolkit() -> None:
                 "Install the CUDA toolkit of the version PyTorch was built with and set CUDA_HOME to its folder, "
                 "the one that holds bin/nvcc."
             )
+
+
+def leave() -> None:
+    """Destroy the default process group, on all processes, at the end of a run."""
+    import torch.distributed as dist
+
+    # PyTorch 2.5 destroys a gloo group holding the GIL, and waits for threads that may want it to free the tensors of
+    # the last collectives: for ever. Asleep, this thread leaves them the GIL.
+    time.sleep(0.1)
+    dist.destroy_process_group()

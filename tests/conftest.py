@@ -1,0 +1,114 @@
+"""Real runs of the scripts, and a data set small enough for many of them."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).parent.parent
+CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
+BIN = Path(sys.executable).parent
+
+
+class Run:
+    """A finished command: its exit code, what it wrote, and the lines of that which matter here."""
+
+    def __init__(self, returncode: int, stdout: str, stderr: str):
+        self.returncode = returncode
+        self.output = (stdout + stderr).replace("\r", "\n")
+        self.errors = re.findall(r"^error: .*$", stderr, re.MULTILINE)
+        self.accuracies = re.findall(r"^Accuracy of the model on the test images: (\d+\.\d\d) %$", stdout, re.MULTILINE)
+
+    def succeeded(self) -> "Run":
+        assert self.returncode == 0, self.output
+        return self
+
+    def failed_with(self, *words: str) -> "Run":
+        """It ended with one error line, which holds ``words``, and no traceback but the launcher's own."""
+        assert self.returncode != 0, self.output
+        assert len(self.errors) == 1, self.output
+        for word in words:
+            assert word in self.errors[0]
+        for traceback in re.findall(r"Traceback \(most recent call last\):\n  File \"(.*?)\"", self.output):
+            assert Path(traceback).name in ("torchrun", "run.py"), self.output
+        return self
+
+
+def execute(*command: object, timeout: float = 300, preexec_fn=None, **environment: object) -> Run:
+    """Run a command in the project's folder, and end it with all it has started."""
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=preexec_fn,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)  # launchers and their workers
+            for member in [process, *family]:
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+            process.wait()
+    return Run(process.returncode, stdout, stderr)
+
+
+def torchrun(processes: int, *arguments: object, **environment: object) -> Run:
+    """Run a script under torchrun, at a port of its own."""
+    return execute(BIN / "torchrun", "--standalone", "--nproc_per_node", processes, *arguments, **environment)
+
+
+def python(*arguments: object, **environment: object) -> Run:
+    return execute(sys.executable, *arguments, **environment)
+
+
+def colossalai_run(processes: int, *arguments: object, **environment: object) -> Run:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    launcher = (BIN / "colossalai", "run", "--nproc_per_node", processes, "--master_port", port)
+    return execute(*launcher, *arguments, **environment, PATH=f"{BIN}:{os.environ['PATH']}")
+
+
+def write_images(folder: Path, classes: list[str], per_class: int, seed: int) -> None:
+    """Ten classes told apart by their colours, with noise, as PNG files."""
+    generator = torch.Generator().manual_seed(seed)
+    for number, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        colour = torch.tensor([number % 3, number // 3 % 3, number // 9]) * 80 + 40
+        for i in range(per_class):
+            pixels = colour + torch.randint(-30, 30, (32, 32, 3), generator=generator)
+            Image.fromarray(pixels.clamp(0, 255).to(torch.uint8).numpy()).save(folder / name / f"{i:04d}.png")
+
+
+@pytest.fixture
+def make_images(tmp_path):
+    """A function that writes an image folder and returns it."""
+
+    def make(classes=CLASSES, test_classes=None, train=6, test=3) -> Path:
+        write_images(tmp_path / "images" / "train", classes, train, seed=0)
+        write_images(tmp_path / "images" / "test", test_classes or classes, test, seed=1)
+        return tmp_path / "images"
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory) -> Path:
+    """An image folder of 120 training and 50 test images."""
+    root = tmp_path_factory.mktemp("images")
+    write_images(root / "train", CLASSES, 12, seed=0)
+    write_images(root / "test", CLASSES, 5, seed=1)
+    return root
