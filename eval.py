@@ -51,8 +51,8 @@ def main() -> None:
             root = Path(os.environ.get("DATA", "./data"))
             data.download_if_absent(root)
             images, labels = data.load_split(root, "test")
-    except ValueError as error:
-        fail(str(error))
+    except (OSError, ValueError) as error:
+        fail(error)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = resnet18(num_classes=10)

@@ -8,12 +8,15 @@ The README has the whole story; `python train.py --help` lists the flags.
 """
 
 import argparse
+import math
 import os
 from functools import partial
 from pathlib import Path
 
 from resnet_cifar10 import arguments, checkpoint, startup
 from resnet_cifar10.failure import fail, fail_together
+
+PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini")
 
 
 def parse_args() -> argparse.Namespace:
@@ -23,7 +26,7 @@ def parse_args() -> argparse.Namespace:
         "-p",
         "--plugin",
         default="torch_ddp",
-        choices=["torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini"],
+        choices=PLUGINS,
         help="how the Booster distributes the training (default: %(default)s)",
     )
     parser.add_argument(
@@ -31,7 +34,7 @@ def parse_args() -> argparse.Namespace:
         "--resume",
         type=arguments.resume_epoch,
         default=-1,
-        help="epoch of the checkpoint to resume from; -1: none (default: %(default)s)",
+        help="epoch of the checkpoint to resume from, or latest; -1: none (default: %(default)s)",
     )
     parser.add_argument(
         "-c",
@@ -55,30 +58,59 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--epochs", type=arguments.positive_int, default=80, help="(default: %(default)s)")
     parser.add_argument(
         "--batch_size",
-        type=arguments.positive_int,
+        type=arguments.batch_size,
         default=100,
         help="images per process and step (default: %(default)s)",
     )
     parser.add_argument(
         "--lr",
-        type=arguments.positive_float,
+        type=arguments.learning_rate,
         default=1e-3,
         help="learning rate of one process, scaled linearly by the number of processes (default: %(default)s)",
     )
     parser.add_argument("--seed", type=arguments.seed, default=1024, help="(default: %(default)s)")
     parser.add_argument("--dummy", action="store_true", help="train on generated images: no download, no files")
+    parser.add_argument("--eager", action="store_true", help="launch every kernel from Python: no CUDA graphs")
     return parser.parse_args()
+
+
+def make_plugin(name: str):
+    """ColossalAI's plugin for one of the :data:`PLUGINS`: the one place in which the four ways to train differ."""
+    from colossalai.accelerator import get_accelerator
+    from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+
+    from resnet_cifar10.cpu import CPUTorchDDPPlugin
+
+    if name == "low_level_zero":
+        # To overlap communication with the backward pass, ZeRO waits for the whole GPU: with graphs, for nothing
+        return LowLevelZeroPlugin(initial_scale=2**5, overlap_communication=False)
+    if name == "gemini":
+        # To reduce on another stream, Gemini waits for that stream in each step: for nothing, with one chunk
+        return GeminiPlugin(initial_scale=2**5, enable_async_reduce=False)
+    # All gradients are reduced at once and where they are; BatchNorm's statistics are averaged after each epoch
+    options = dict(bucket_cap_mb=100, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
+    return (TorchDDPPlugin if get_accelerator().name == "cuda" else CPUTorchDDPPlugin)(**options)
+
+
+def check_checkpoints(args: argparse.Namespace) -> None:
+    """Raise an OSError or ValueError where the run could not resume, or not save."""
+    if args.resume != "latest" and args.resume > args.epochs:
+        raise ValueError(f"--resume {args.resume} is beyond --epochs {args.epochs}")
+    if args.resume not in (-1, "latest"):
+        checkpoint.check_exists(args.checkpoint, args.resume)
+    if args.interval and os.environ["LOCAL_RANK"] == "0":
+        checkpoint.make_folder(args.checkpoint)
 
 
 def main() -> None:
     args = parse_args()
-    try:
-        if args.resume != -1:
-            checkpoint.check_exists(args.checkpoint, args.resume)
-        if args.interval:
-            checkpoint.make_folder(args.checkpoint)
-    except ValueError as error:
-        fail(str(error))
+    startup.be_a_launcher_of_one()
+    if startup.is_one_node():  # of several, one that failed now would leave the others waiting
+        try:
+            check_checkpoints(args)
+        except (OSError, ValueError) as error:
+            fail(error)
+    startup.end_on_signals()
     startup.check_devices(args.plugin)
 
     # Only now: these imports take seconds, which nobody should wait to learn of a mistyped flag.
@@ -87,7 +119,6 @@ def main() -> None:
     import torch.distributed as dist
     from colossalai.accelerator import get_accelerator
     from colossalai.booster import Booster
-    from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
     from colossalai.cluster import DistCoordinator
     from colossalai.nn.optimizer import HybridAdam
     from torch.optim.lr_scheduler import MultiStepLR
@@ -95,27 +126,23 @@ def main() -> None:
     from torchvision.models import resnet18
     from tqdm import tqdm
 
-    from resnet_cifar10 import cpu, data
+    from resnet_cifar10 import cpu, cuda_graphs, data, zero
     from resnet_cifar10.evaluation import accuracy_line, average_batch_norm_statistics, evaluate
 
     # Launch: one process per GPU, each of which runs this file
-    device = get_accelerator().get_current_device()
-    if device.type == "cuda":
+    if get_accelerator().name == "cuda":
         startup.check_cuda_toolkit()
     else:
         cpu.register_cpu_adam()
-    startup.be_a_launcher_of_one()
     colossalai.launch_from_torch(seed=args.seed)
     coordinator = DistCoordinator()
     device = get_accelerator().get_current_device()
 
-    # Plugin: the one line in which the four ways to train differ
-    if args.plugin == "low_level_zero":
-        plugin = LowLevelZeroPlugin(initial_scale=2**5)
-    elif args.plugin == "gemini":
-        plugin = GeminiPlugin(initial_scale=2**5)
-    else:
-        plugin = TorchDDPPlugin() if device.type == "cuda" else cpu.CPUTorchDDPPlugin()
+    with fail_together():
+        check_checkpoints(args)
+
+    # Plugin: DDP, ZeRO or Gemini, for the Booster to apply
+    plugin = make_plugin(args.plugin)
     booster = Booster(plugin=plugin, mixed_precision="fp16" if args.plugin == "torch_ddp_fp16" else None)
 
     # Data: whole on the device; the plugin shards it, and collate_fn passes on the batches the data set has made
@@ -144,15 +171,23 @@ def main() -> None:
     optimizer = HybridAdam(model.parameters(), lr=args.lr * coordinator.world_size)
     lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
 
-    # Boost, and resume
-    model, optimizer, criterion, _, lr_scheduler = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
-    first_epoch = 1
+    # Boost
+    with cuda_graphs.capturable():
+        boosted = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
+    model, optimizer, criterion, _, lr_scheduler = boosted
+    if args.plugin == "low_level_zero":
+        zero.wait_once_a_step(optimizer)
+    if device.type == "cuda" and not args.eager and args.plugin != "gemini":  # which moves its parameters
+        cuda_graphs.capture(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
+
+    # Resume
+    if args.resume == "latest":
+        args.resume = checkpoint.agree_on_latest(args.checkpoint)
     if args.resume != -1:
         checkpoint.load(booster, model, optimizer, lr_scheduler, args.checkpoint, args.resume)
-        first_epoch = args.resume + 1
 
     # Train
-    for epoch in range(first_epoch, args.epochs + 1):
+    for epoch in range(max(args.resume, 0) + 1, args.epochs + 1):
         model.train()
         train_loader.sampler.set_epoch(epoch)
         train_set.set_epoch(epoch)
@@ -172,6 +207,8 @@ def main() -> None:
             dist.all_reduce(loss_sum)
             mean_loss = loss_sum.item() / (len(train_loader) * coordinator.world_size)
             progress.set_postfix(mean_loss=f"{mean_loss:.4f}")
+        if not math.isfinite(mean_loss):
+            fail(f"the mean loss of epoch {epoch} is {mean_loss}: nothing of it is saved; try a lower --lr")
         lr_scheduler.step()
         average_batch_norm_statistics(model)
 
@@ -183,6 +220,7 @@ def main() -> None:
     coordinator.print_on_master(accuracy_line(accuracy))
     if args.target_acc and accuracy < args.target_acc:
         fail(f"the accuracy, {accuracy:.4f}, is below --target_acc {args.target_acc}")
+    cuda_graphs.reset()
     startup.leave()
 
 

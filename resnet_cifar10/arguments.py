@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable
-from math import inf
 
 
 def _checked(convert: Callable, holds: Callable, wanted: str) -> Callable:
@@ -22,7 +21,12 @@ def _checked(convert: Callable, holds: Callable, wanted: str) -> Callable:
 
 positive_int = _checked(int, lambda n: n > 0, "a whole number above 0")
 natural_int = _checked(int, lambda n: n >= 0, "a whole number, 0 or above")
-positive_float = _checked(float, lambda x: 0 < x < inf, "a number above 0")
+batch_size = _checked(int, lambda n: n > 1, "a whole number above 1 (BatchNorm takes at least two images)")
+learning_rate = _checked(float, lambda x: 0 < x <= 1, "a learning rate above 0 and up to 1")
 accuracy = _checked(float, lambda x: 0 < x <= 1, "an accuracy above 0 and up to 1 (0.84 stands for 84 %)")
 seed = _checked(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295")
-resume_epoch = _checked(int, lambda n: n > 0 or n == -1, "an epoch (1 or above), or -1 for none")
+resume_epoch = _checked(
+    lambda text: text if text == "latest" else int(text),
+    lambda epoch: epoch == "latest" or epoch == -1 or epoch > 0,
+    'an epoch (1 or above), "latest", or -1 for none',
+)

@@ -1,15 +1,24 @@
-"""Checkpoints: one folder, three files an epoch, written whole or not at all and checked before they are loaded.
+"""Checkpoints: one folder, four files an epoch, written whole or not at all and checked before they are loaded.
 
 Imports torch and ColossalAI only where it needs them: the scripts look for a checkpoint before they pay for those.
 """
 
 import os
 import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 from resnet_cifar10.failure import fail_together
 
-PARTS = ("model", "optimizer", "lr_scheduler")
+MODEL, OPTIMIZER, LR_SCHEDULER = BOOSTER_PARTS = ("model", "optimizer", "lr_scheduler")
+STATE = "state"
+"""What those three cannot hold, the loss scale. Checkpoints without it, written by other programs, load as well."""
+PARTS = (*BOOSTER_PARTS, STATE)
 
 
 def path_of(folder: Path, part: str, epoch: int) -> Path:
@@ -17,7 +26,14 @@ def path_of(folder: Path, part: str, epoch: int) -> Path:
     return folder / f"{part}_{epoch}.pth"
 
 
-def check_exists(folder: Path, epoch: int, parts: tuple[str, ...] = PARTS) -> None:
+def epochs(folder: Path, parts: tuple[str, ...] = PARTS) -> list[int]:
+    """The epochs of which ``folder`` has the files of all ``parts``, in order."""
+    names = (re.fullmatch(r"model_([1-9]\d*)\.pth", path.name) for path in folder.glob("model_*.pth"))
+    found = (int(name[1]) for name in names if name)
+    return sorted(epoch for epoch in found if all(path_of(folder, part, epoch).is_file() for part in parts))
+
+
+def check_exists(folder: Path, epoch: int, parts: tuple[str, ...] = BOOSTER_PARTS) -> None:
     """Make sure that ``folder`` has the files of ``parts`` for ``epoch``.
 
     Raises:
@@ -25,12 +41,22 @@ def check_exists(folder: Path, epoch: int, parts: tuple[str, ...] = PARTS) -> No
     """
     missing = [path.name for part in parts if not (path := path_of(folder, part, epoch)).is_file()]
     if len(missing) == len(parts):
-        names = (re.fullmatch(r"model_([1-9]\d*)\.pth", path.name) for path in folder.glob("model_*.pth"))
-        there = sorted(int(name[1]) for name in names if name)
-        epochs = f"there are epochs {', '.join(map(str, there))}" if there else "there are none at all"
-        raise ValueError(f"no checkpoint of epoch {epoch} in {folder}: {epochs}")
+        there = ", ".join(map(str, epochs(folder, parts)))
+        raise ValueError(f"no checkpoint of epoch {epoch} in {folder}: there are {there or 'none at all'}")
     if missing:
         raise ValueError(f"the checkpoint of epoch {epoch} in {folder} is incomplete: {', '.join(missing)} is missing")
+
+
+def agree_on_latest(folder: Path) -> int:
+    """The newest epoch with a whole checkpoint, as the first process sees it; -1, and a line, where there is none."""
+    import torch.distributed as dist
+
+    found = [-1]
+    if dist.get_rank() == 0:
+        found = epochs(folder)[-1:] or [-1]
+        print(f"resuming from epoch {found[0]}" if found != [-1] else f"no checkpoint in {folder}: starting afresh")
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def make_folder(folder: Path) -> None:
@@ -41,33 +67,49 @@ def make_folder(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        trial = folder / f".trial_{os.getpid()}"
-        trial.touch()
-        trial.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(f"cannot write checkpoints to {folder}: {error.strerror}") from error
 
 
 def read(folder: Path, part: str, epoch: int) -> dict:
-    """Read a file of a checkpoint without running any code it may hold, and check that it is what its name says.
+    """Read a file of a checkpoint without running any code it may hold, and check that it fits this model.
+
+    Returns:
+        What is to be loaded of it, on the CPU.
 
     Raises:
-        ValueError: it cannot be read, or does not fit this model; the message names the file.
+        ValueError: it cannot be read or does not fit; the message names the file.
     """
     import torch
 
     path = path_of(folder, part, epoch)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # what torch raises depends on where the file breaks
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} is damaged or not a checkpoint: {reason}") from error
-    {"model": _check_model, "optimizer": _check_optimizer, "lr_scheduler": _check_lr_scheduler}[part](path, content)
-    return content
+        raise ValueError(f"{path} is damaged, not a checkpoint, or would run code when loaded") from error
+    try:
+        return {MODEL: _model, OPTIMIZER: _optimizer, LR_SCHEDULER: _lr_scheduler, STATE: _state}[part](content, epoch)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+        kind = type(error).__name__
+        raise ValueError(
+            f"{path} does not fit a ResNet-18 for ten classes after epoch {epoch}: {kind} {error}"
+        ) from error
+
+
+# Each of the following returns what is to be loaded of a file's content, whatever that may be. What is not as expected
+# raises one of the errors that read() catches.
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
 
 
 def _blank_model():
-    """The model with shapes and names only."""
+    """The model with names and shapes only."""
     import torch
     from torchvision.models import resnet18
 
@@ -75,83 +117,209 @@ def _blank_model():
         return resnet18(num_classes=10)
 
 
-def _check_model(path: Path, content: object) -> None:
-    wanted = {name: tensor.shape for name, tensor in _blank_model().state_dict().items()}
-    found = {name: getattr(tensor, "shape", None) for name, tensor in content.items()} if _is_dict(content) else {}
-    if odd := [name for name in sorted(wanted.keys() | found.keys(), key=str) if wanted.get(name) != found.get(name)]:
-        raise ValueError(f"{path} does not hold a ResNet-18 for ten classes: see {odd[0]}")
+def _require_like(tensor, like, name: str) -> None:
+    """``tensor`` is a plain one of finite numbers, in the shape and kind of ``like``."""
+    import torch
+
+    plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    _require(plain and tensor.shape == like.shape, name)
+    _require(tensor.is_floating_point() == like.is_floating_point() and not tensor.is_complex(), name)
+    _require(bool(tensor.isfinite().all()), name)
 
 
-def _check_optimizer(path: Path, content: object) -> None:
-    shapes = [parameter.shape for parameter in _blank_model().parameters()]
-    try:
-        order = [number for group in content["param_groups"] for number in group["params"]]
-        moments = [content["state"][number][moment] for number in order for moment in ("exp_avg", "exp_avg_sq")]
-        fits = [moment.shape for moment in moments] == [shape for shape in shapes for _ in range(2)]
-        fits = fits and all(int(content["state"][number]["step"]) >= 0 for number in order)
-    except (TypeError, KeyError, AttributeError, ValueError, RuntimeError):
-        fits = False
-    if not fits:
-        raise ValueError(f"{path} does not hold HybridAdam's state for a ResNet-18 for ten classes")
+def _model(content, epoch: int) -> dict:
+    blank = _blank_model().state_dict()
+    for name in sorted(blank.keys() | content.keys(), key=str):
+        _require(name in blank and name in content, name)
+        _require_like(content[name], blank[name], name)
+    return content
 
 
-def _check_lr_scheduler(path: Path, content: object) -> None:
-    if not _is_dict(content) or not {"last_epoch", "milestones", "gamma", "_last_lr"} <= content.keys():
-        raise ValueError(f"{path} does not hold the state of a MultiStepLR")
+def _optimizer(content, epoch: int) -> dict:
+    import torch
+
+    (group,) = content["param_groups"]
+    parameters = list(_blank_model().parameters())
+    _require(list(group["params"]) == list(range(len(parameters))), "params")
+    _require(content["state"].keys() == set(group["params"]), "state")
+    options = {name: float(group[name]) for name in ("lr", "initial_lr", "eps", "weight_decay")}
+    _require(all(0 <= number < 1e6 for number in options.values()), "param_groups")
+    betas = tuple(float(beta) for beta in group["betas"])
+    _require(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "betas")
+    state = {}
+    for number, parameter in enumerate(parameters):
+        values = content["state"][number]
+        _require(0 <= int(values["step"]) < 2**31, "step")
+        for moment in ("exp_avg", "exp_avg_sq"):
+            _require_like(values[moment], parameter, moment)
+        # Gemini wants its step counts as tensors; the others, who save plain numbers, take both
+        step = torch.tensor(int(values["step"]))
+        state[number] = {"step": step, "exp_avg": values["exp_avg"], "exp_avg_sq": values["exp_avg_sq"]}
+    group = {**options, "betas": betas, "bias_correction": bool(group["bias_correction"]), "params": group["params"]}
+    return {"state": state, "param_groups": [group]}
 
 
-def _is_dict(content: object) -> bool:
-    return isinstance(content, dict)
+def _lr_scheduler(content, epoch: int) -> dict:
+    _require(content["last_epoch"] == epoch, f"last_epoch is {content['last_epoch']}")
+    rates = {name: [float(rate) for rate in content[name]] for name in ("base_lrs", "_last_lr")}
+    _require(all(len(rate) == 1 and 0 <= rate[0] < 1e6 for rate in rates.values()), "_last_lr")
+    return {**rates, "last_epoch": epoch, "_step_count": int(content["_step_count"])}
+
+
+def _state(content, epoch: int) -> dict:
+    numbers = {name: float(content[name]) for name in ("loss_scale", "growth_step", "hysteresis_step")}
+    _require(content["epoch"] == epoch and all(0 <= number < 2**64 for number in numbers.values()), "loss_scale")
+    return numbers
+
+
+def _full_precision(model):
+    """A block in which Gemini gathers and spreads its fp32 weights as such, and does not round them on the way."""
+    import torch
+    from colossalai.zero import GeminiDDP
+
+    return patch.object(model, "mixed_precision", torch.float32) if isinstance(model, GeminiDDP) else nullcontext()
+
+
+def _zero_masters(model, optimizer) -> dict:
+    """ZeRO's fp32 weights by name: (the parameter of the model, this process's shard of them); of others none."""
+    from colossalai.zero import LowLevelZeroOptimizer
+
+    if not isinstance(optimizer, LowLevelZeroOptimizer):
+        return {}
+    masters = optimizer.get_working_to_master_map()
+    return {name: (weight, masters[id(weight)]) for name, weight in model.unwrap().named_parameters()}
+
+
+def _loss_scale(optimizer) -> dict:
+    """The loss scale and the steps towards its next change; all 0 where the loss is not scaled."""
+    scaler = getattr(optimizer, "scaler", None)
+    if scaler is not None:  # torch's
+        numbers = scaler.state_dict()
+        return {"loss_scale": numbers["scale"], "growth_step": numbers["_growth_tracker"], "hysteresis_step": 0}
+    scaler = _colossalai_scaler(optimizer)
+    if scaler is None:
+        return {"loss_scale": 0, "growth_step": 0, "hysteresis_step": 0}
+    steps = {"growth_step": scaler._growth_step, "hysteresis_step": scaler._hysteresis_step}
+    return {"loss_scale": scaler.scale.item(), **steps}
+
+
+def _colossalai_scaler(optimizer):
+    mixin = getattr(optimizer, "mixed_precision_mixin", None) or getattr(optimizer, "mix_precision_mixin", None)
+    return getattr(mixin, "grad_scaler", None)
+
+
+def _set_loss_scale(optimizer, state: dict) -> None:
+    if not state["loss_scale"]:
+        return  # saved by a run that needed none: this one starts with its own
+    steps, scaler = int(state["growth_step"]), getattr(optimizer, "scaler", None)
+    if scaler is not None:
+        scaler.load_state_dict({**scaler.state_dict(), "scale": state["loss_scale"], "_growth_tracker": steps})
+    elif (scaler := _colossalai_scaler(optimizer)) is not None:
+        scaler.scale.fill_(state["loss_scale"])
+        scaler._growth_step, scaler._hysteresis_step = steps, int(state["hysteresis_step"])
 
 
 def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> None:
     """Save what the Booster has boosted; all processes call it, for ZeRO and Gemini gather what they have scattered.
 
-    The files get their names when all of them have been written and flushed. If that fails, the run ends with one line.
+    The files get their names when all of them have been written and flushed to the disk. If that fails, the run ends
+    with one line. A process killed on the way leaves the epoch without its state file, or as it was, or complete.
     """
-    from colossalai.cluster import DistCoordinator
+    import torch
+    import torch.distributed as dist
 
-    is_master = DistCoordinator().is_master()
-    new = {part: folder / f".{part}_{epoch}.new" for part in PARTS}
+    is_master = dist.get_rank() == 0
+    new = None
+    with fail_together():
+        if is_master:
+            new = Path(tempfile.mkdtemp(prefix=".new_", dir=folder))
 
-    def write(save, boosted, path: Path) -> None:
-        with fail_together():  # one by one, for there are collectives in each
+    def write(part: str, writer: Callable[[str], None]) -> None:
+        with fail_together():  # one by one, for there are collectives in them
             try:
-                save(boosted, str(path))
+                writer(str(new / part if is_master else part))  # others write nothing
             except RuntimeError as error:  # so torch.save reports a folder that is gone or a disk that is full
-                raise OSError(f"cannot write {path}: {error}") from error
+                raise OSError(f"cannot save {path_of(folder, part, epoch)}: {error}") from error
+
+    def write_model(path: str) -> None:
+        with _full_precision(model):
+            booster.save_model(model, path)
+        masters = {}
+        for name, (weight, shard) in _zero_masters(model, optimizer).items():
+            gathered = shard.new_empty(shard.numel() * dist.get_world_size())
+            dist.all_gather_into_tensor(gathered, shard.flatten())
+            masters[name] = gathered[: weight.numel()].view_as(weight).cpu()
+        if is_master:
+            weights = {**torch.load(path, weights_only=True), **masters}
+            torch.save({name: x.float() if x.is_floating_point() else x for name, x in weights.items()}, path)
+
+    def write_state(path: str) -> None:
+        if is_master:
+            torch.save({"epoch": epoch, **_loss_scale(optimizer)}, path)
 
     try:
-        write(booster.save_model, model, new["model"])
-        write(booster.save_optimizer, optimizer, new["optimizer"])
-        write(booster.save_lr_scheduler, lr_scheduler, new["lr_scheduler"])
+        write(MODEL, write_model)
+        write(OPTIMIZER, lambda path: booster.save_optimizer(optimizer, path))
+        write(LR_SCHEDULER, lambda path: booster.save_lr_scheduler(lr_scheduler, path))
+        write(STATE, write_state)
         with fail_together():
             if is_master:
-                for path in new.values():
-                    with path.open("rb") as file:
-                        os.fsync(file.fileno())
-                for part, path in new.items():
-                    path.replace(path_of(folder, part, epoch))
+                _put_in_place(new, folder, epoch)
     finally:
         if is_master:
-            for path in new.values():
-                path.unlink(missing_ok=True)
+            shutil.rmtree(new, ignore_errors=True)
+
+
+def _put_in_place(new: Path, folder: Path, epoch: int) -> None:
+    """Give the files in ``new`` their names, so that no old file is ever taken for one of theirs."""
+    final = {part: path_of(folder, part, epoch) for part in PARTS}
+    for path in final.values():
+        if path.is_dir():
+            raise OSError(f"cannot save {path}: a folder is in the way")
+    for part in PARTS:
+        _flush(new / part)
+    for part in reversed(PARTS):
+        final[part].unlink(missing_ok=True)
+    for part in PARTS:  # the state last: with it, all are there
+        (new / part).replace(final[part])
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> None:
-    """Load a checkpoint into what the Booster has boosted, once all its files have been checked, on all processes.
+    """Load a checkpoint, by whichever plugin and number of processes, into what the Booster has boosted.
 
-    If they do not pass, the run ends with one line.
+    All processes call it. All files are checked before anything is changed; if one does not pass, the run ends with one
+    line.
     """
-    import torch
+    import torch.distributed as dist
+    from torch.nn.functional import pad
 
     with fail_together():
-        check_exists(folder, epoch)
-        _, optimizer_state, lr_scheduler_state = (read(folder, part, epoch) for part in PARTS)
-    booster.load_model(model, str(path_of(folder, "model", epoch)))
-    # What booster.load_optimizer and booster.load_lr_scheduler do, but with what has been checked, and with step counts
-    # as tensors: Gemini insists on those and saves them, and the others, which save plain numbers, take both.
-    for state in optimizer_state["state"].values():
-        state["step"] = torch.as_tensor(state["step"])
+        try:
+            check_exists(folder, epoch)
+        except ValueError as error:
+            raise ValueError(f"{error} (on {socket.gethostname()})") from error
+        weights, optimizer_state, lr_scheduler_state = (read(folder, part, epoch) for part in BOOSTER_PARTS)
+        state = read(folder, STATE, epoch) if path_of(folder, STATE, epoch).exists() else None
+
+    # ColossalAI reads the file once more, by itself
+    with patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"), _full_precision(model):
+        booster.load_model(model, str(path_of(folder, MODEL, epoch)))
+    for name, (weight, shard) in _zero_masters(model, optimizer).items():
+        padded = pad(weights[name].flatten(), (0, shard.numel() * dist.get_world_size() - weight.numel()))
+        shard.copy_(padded.chunk(dist.get_world_size())[dist.get_rank()].view_as(shard))
+    # As booster.load_optimizer and booster.load_lr_scheduler do, but with what has been checked
     optimizer.load_state_dict(optimizer_state)
     lr_scheduler.load_state_dict(lr_scheduler_state)
+    if state is not None:
+        _set_loss_scale(optimizer, state)
+    elif dist.get_rank() == 0:
+        print(f"{path_of(folder, STATE, epoch)} is missing: a loss scale, where the plugin has one, starts afresh")

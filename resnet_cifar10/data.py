@@ -136,7 +136,7 @@ class TrainingSet(Dataset):
     """
 
     def __init__(self, images: Tensor, labels: Tensor, seed: int, device: torch.device) -> None:
-        self.padded = F.pad(images.to(device), (PADDING,) * 4)
+        self.padded = F.pad(images, (PADDING,) * 4).to(device)
         self.labels = labels.to(device)
         self.seed = seed
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 
-def fail(message: str) -> NoReturn:
+def fail(message: object) -> NoReturn:
     """End the run with exit code 1 and ``message`` as one line on standard error.
 
     Every process of a node calls it; the first of them speaks.
@@ -16,11 +16,10 @@ def fail(message: str) -> NoReturn:
     Raises:
         SystemExit: always.
     """
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        sys.exit("error: " + " ".join(message.split()))
-    # A launcher ends all processes once one has failed: leaving before the first has spoken would silence it.
-    time.sleep(10)
-    sys.exit(1)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # A launcher ends all processes once one has failed: leaving before the first has spoken would silence it
+        time.sleep(10)
+    sys.exit("error: " + " ".join(str(message).split()))
 
 
 @contextmanager

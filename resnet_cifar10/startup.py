@@ -1,21 +1,50 @@
-"""The edges of a run: what train.py makes sure of before it launches, and how its processes part."""
+"""The edges of a run: what train.py makes sure of before it launches, and how its processes end."""
 
 import os
+import signal
 import socket
+import sys
+import threading
 import time
 
 from resnet_cifar10.failure import fail
+
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def be_a_launcher_of_one() -> None:
     """Set the variables that torchrun sets, for one process, where no launcher has: ``python train.py`` then works."""
     if "RANK" in os.environ:
+        if missing := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
+            fail(f"RANK is set, but not {', '.join(missing)}: start with torchrun or colossalai run, or unset RANK")
         return
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "1", "127.0.0.1", str(port))))
+
+
+def is_one_node() -> bool:
+    """Whether all processes run on this machine, and see the same files."""
+    return os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]
+
+
+def end_on_signals() -> None:
+    """Let Ctrl-C and SIGTERM end this process at once and without a traceback; the first process says how to go on.
+
+    A thread waits for them, for the main one may be waiting, deaf to signals, for processes that are already gone.
+    """
+
+    def wait() -> None:
+        number = signal.sigwait(signals)
+        if os.environ["RANK"] == "0":
+            name = signal.Signals(number).name
+            print(f"\n{name}: stopped; the same command with -r latest goes on", file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def check_devices(plugin: str) -> None:
@@ -26,7 +55,7 @@ def check_devices(plugin: str) -> None:
         if plugin != "torch_ddp":
             fail(f"-p {plugin} needs a GPU and PyTorch sees none; -p torch_ddp runs on a CPU, too")
         return
-    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if processes > gpus:
         fail(f"{processes} processes on a node with {gpus} GPU(s): start at most {gpus} with --nproc_per_node")
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from PIL import Image
 ROOT = Path(__file__).parent.parent
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 BIN = Path(sys.executable).parent
+TRAIN = ("train.py", "--batch_size", 10)
 
 
 class Run:
@@ -112,3 +114,21 @@ def images(tmp_path_factory) -> Path:
     write_images(root / "train", CLASSES, 12, seed=0)
     write_images(root / "test", CLASSES, 5, seed=1)
     return root
+
+
+def weights(folder: Path, epoch: int) -> dict:
+    return torch.load(folder / f"model_{epoch}.pth", weights_only=True)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, images):
+    """A folder with the checkpoints of epochs 1 to 3, by two processes; not to be written to."""
+    folder = tmp_path_factory.mktemp("trained")
+    run = torchrun(2, *TRAIN, "--epochs", 3, "-i", 1, "-c", folder, DATA=images).succeeded()
+    return folder, run
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path):
+    """A copy of epochs 1 to 3, to do things to."""
+    return shutil.copytree(trained[0], tmp_path / "checkpoint")

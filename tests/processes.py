@@ -1,7 +1,8 @@
-"""Run under torchrun by test_evaluation.py: prints what the processes agree on."""
+"""Run under torchrun by the tests: prints what the processes agree on."""
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -45,8 +46,88 @@ def failure():
     print("went on", flush=True)
 
 
-dist.init_process_group("gloo")
-if dist.get_rank() > 0:
-    sys.stdout = open(os.devnull, "w")
-globals()[sys.argv[1]]()
-leave()
+def losses(plugin, *how):
+    """Of the first 50 steps on a GPU, as train.py makes them; ``how``: "graphs", "lean" (ZeRO), "uncapturable"."""
+    import colossalai
+    from colossalai.booster import Booster
+    from colossalai.nn.optimizer import HybridAdam
+
+    from resnet_cifar10 import cuda_graphs, zero
+    from resnet_cifar10.data import TrainingSet
+    from train import make_plugin
+
+    colossalai.launch_from_torch(verbose=False)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    device = torch.device("cuda", torch.cuda.current_device())
+    train_set = TrainingSet(*generate_split("train"), 0, device)
+    train_set.set_epoch(1)
+    boosting = make_plugin(plugin)
+    loader = boosting.prepare_dataloader(train_set, 50, shuffle=True, drop_last=True, collate_fn=lambda batch: batch)
+    booster = Booster(plugin=boosting, mixed_precision="fp16" if plugin == "torch_ddp_fp16" else None)
+    model = resnet18(num_classes=10)
+    optimizer = HybridAdam(model.parameters(), lr=1e-3)
+    with cuda_graphs.capturable():
+        model, optimizer, criterion, _, _ = booster.boost(model, optimizer, torch.nn.CrossEntropyLoss())
+    if "lean" in how:
+        zero.wait_once_a_step(optimizer)
+    if "uncapturable" in how and dist.get_rank() == dist.get_world_size() - 1:
+
+        def refuse(*args, **kwargs):
+            raise RuntimeError("no graphs today\nbecause of the test")
+
+        torch.cuda.make_graphed_callables = refuse
+    if "graphs" in how:
+        cuda_graphs.capture(model, 50, autocast=plugin == "torch_ddp_fp16")
+    model.train()
+    found = []
+    for _, (images, labels) in zip(range(50), loader):
+        loss = criterion(model(images), labels)
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach().float())
+    print("losses:", *torch.stack(found).tolist(), flush=True)
+    buffers = {name: buffer.float().sum().item() for name, buffer in model.unwrap().named_buffers()}
+    print("statistics:", *buffers.values(), flush=True)
+    cuda_graphs.reset()
+
+
+def save_for_ever(folder):
+    """Until killed, over and over, in a child for each line of input; prints the child's number when it starts."""
+    from colossalai.booster import Booster
+    from colossalai.nn.optimizer import HybridAdam
+
+    from resnet_cifar10 import checkpoint
+    from resnet_cifar10.cpu import CPUTorchDDPPlugin, register_cpu_adam
+
+    for _ in sys.stdin:
+        if child := os.fork():
+            os.waitpid(child, 0)
+            print("gone", flush=True)
+            continue
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        register_cpu_adam()
+        booster = Booster(plugin=CPUTorchDDPPlugin())
+        model = resnet18(num_classes=10)
+        optimizer = HybridAdam(model.parameters(), lr=1e-3)
+        lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [20])
+        model, optimizer, _, _, lr_scheduler = booster.boost(model, optimizer, lr_scheduler=lr_scheduler)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        print(os.getpid(), flush=True)
+        while True:
+            for lr_scheduler.last_epoch in (2, 3):
+                checkpoint.save(booster, model, optimizer, lr_scheduler, Path(folder), lr_scheduler.last_epoch)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in ("accuracies", "averages", "failure"):
+        dist.init_process_group("gloo")
+    if int(os.environ.get("RANK", 0)) > 0:
+        sys.stdout = open(os.devnull, "w")
+    globals()[sys.argv[1]](*sys.argv[2:])
+    if dist.is_initialized():
+        leave()

@@ -1,5 +1,8 @@
 """Every plugin on the GPUs there are, up to two."""
 
+import re
+import time
+
 import pytest
 import torch
 from conftest import python, torchrun
@@ -28,3 +31,61 @@ def test_a_checkpoint_of_one_plugin_resumes_under_any_other(tmp_path):
 
 def test_more_processes_than_gpus():
     torchrun(torch.cuda.device_count() + 1, "train.py", "--dummy").failed_with("GPU(s)")
+
+
+def first_losses(plugin, *how):
+    run = torchrun(GPUS, "-m", "tests.processes", "losses", plugin, *how).succeeded()
+    numbers = {name: [float(x) for x in re.search(rf"{name}: (.*)", run.output)[1].split()] for name in NUMBERS}
+    return *(torch.tensor(numbers[name]) for name in NUMBERS), run
+
+
+NUMBERS = ("losses", "statistics")
+
+
+@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_ddp_fp16", "low_level_zero"])
+def test_graphs_change_nothing_but_the_speed(plugin):
+    eager, statistics, _ = first_losses(plugin)
+    again, _, _ = first_losses(plugin)
+    graphed, graphed_statistics, run = first_losses(plugin, "graphs")
+    assert "warning:" not in run.output
+    noise = (eager - again).abs()
+    difference = (eager - graphed).abs()
+    print(f"{plugin}: two eager runs {noise.mean():.2e} {noise.max():.2e}, with graphs {difference.mean():.2e}")
+    assert difference[0] <= noise[0] + 1e-4
+    assert difference.mean() <= 2 * noise.mean() + 5e-3
+    torch.testing.assert_close(graphed_statistics, statistics, rtol=0.05, atol=0.05)
+
+
+def test_zero_without_the_waiting_takes_the_same_steps():
+    plain, statistics, _ = first_losses("low_level_zero")
+    lean, lean_statistics, _ = first_losses("low_level_zero", "lean")
+    assert plain[0] > 2 and plain[-1] < plain[0]
+    print(f"greatest difference in 50 steps: {(plain - lean).abs().max():.2e}")
+    torch.testing.assert_close(lean[:5], plain[:5], rtol=0, atol=1e-3)
+    torch.testing.assert_close(lean, plain, rtol=0, atol=5e-2)
+
+
+def test_a_failed_capture_falls_back_with_one_line():
+    eager, _, _ = first_losses("torch_ddp")
+    uncaptured, _, run = first_losses("torch_ddp", "graphs", "uncapturable")
+    warnings = re.findall(r"^warning: .*$", run.output, re.MULTILINE)
+    assert warnings == ["warning: training without CUDA graphs, which could not be captured: no graphs today"]
+    torch.testing.assert_close(uncaptured[:5], eager[:5], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("target, code", [(0.2, 0), (1, 1)])
+def test_a_run_with_graphs_ends_at_once(target, code, tmp_path):
+    """Within 5 s of its last line; a hang would take for ever."""
+    import subprocess
+    import sys
+
+    from conftest import BIN, ROOT
+
+    command = [BIN / "torchrun", "--standalone", f"--nproc_per_node={GPUS}", "train.py", "--dummy", "--epochs", "1"]
+    command += ["-i", "0", "--target_acc", str(target)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=sys.stderr, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("Accuracy"):
+                printed = time.monotonic()
+        assert (process.wait(timeout=60) == 0) == (code == 0)
+    assert time.monotonic() - printed < 5

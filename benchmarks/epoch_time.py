@@ -1,0 +1,197 @@
+"""How long an epoch takes, against the classic training loop, for one plugin; both are timed in one run.
+
+    colossalai run --nproc_per_node 2 benchmarks/epoch_time.py -p torch_ddp
+    torchrun --nproc_per_node 2 benchmarks/epoch_time.py -p torch_ddp --scaling
+
+The classic loop is that of many examples: torchvision's transforms on PIL images in the training process, the plugin
+and its data loader with their defaults, no graphs, and the loss read every step. Pixels are random, 50,000 images.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from resnet_cifar10 import arguments, startup
+from resnet_cifar10.failure import fail
+from train import PLUGINS, make_plugin
+
+IMAGES = 50_000
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time an epoch against the classic training loop.")
+    parser.error = fail
+    parser.add_argument("-p", "--plugin", default="torch_ddp", choices=PLUGINS)
+    parser.add_argument("--batch_size", type=arguments.batch_size, default=100, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=arguments.positive_int, default=50, help="timed at once (default: %(default)s)")
+    parser.add_argument("--repeats", type=arguments.positive_int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--scaling", action="store_true", help="instead, time our loop with one process and with all")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs in our loop either")
+    return parser.parse_args()
+
+
+def images_per_second_alone() -> float:
+    """Of one process, on the first GPU, while the others wait to be joined."""
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in launcher and not name.startswith("TORCHELASTIC")
+    }
+    run = subprocess.run([sys.executable, *sys.argv], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    print(run.stdout, end="", flush=True)
+    return float(re.search(r"([\d,]+) images/s", run.stdout)[1].replace(",", ""))
+
+
+def main() -> None:
+    args = parse_args()
+    alone = images_per_second_alone() if args.scaling and os.environ.get("RANK") == "0" else None
+    startup.be_a_launcher_of_one()
+    startup.check_devices(args.plugin)
+
+    import colossalai
+    import torch
+    import torch.distributed as dist
+    from colossalai.accelerator import get_accelerator
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+    from colossalai.nn.optimizer import HybridAdam
+    from PIL import Image
+    from torch.utils.data import Dataset
+    from torchvision import transforms
+    from torchvision.models import resnet18
+
+    from resnet_cifar10 import cpu, cuda_graphs, data, zero
+
+    if not torch.cuda.is_available():
+        cpu.register_cpu_adam()
+    colossalai.launch_from_torch(verbose=False)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = get_accelerator().get_current_device()
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (IMAGES, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, 10, (IMAGES,), generator=generator)
+
+    class PILImages(Dataset):
+        """In memory, as torchvision's CIFAR10 keeps them."""
+
+        arrays = images.permute(0, 2, 3, 1).contiguous().numpy()
+        targets = labels.tolist()
+        transform = transforms.Compose(
+            [transforms.Pad(4), transforms.RandomHorizontalFlip(), transforms.RandomCrop(32), transforms.ToTensor()]
+        )
+
+        def __len__(self):
+            return IMAGES
+
+        def __getitem__(self, index):
+            return self.transform(Image.fromarray(self.arrays[index])), self.targets[index]
+
+    def boosted(plugin):
+        booster = Booster(plugin=plugin, mixed_precision="fp16" if args.plugin == "torch_ddp_fp16" else None)
+        model = resnet18(num_classes=10)
+        optimizer = HybridAdam(model.parameters(), lr=1e-3 * world_size)
+        model, optimizer, criterion, _, _ = booster.boost(model, optimizer, torch.nn.CrossEntropyLoss())
+        model.train()
+        return booster, model, optimizer, criterion
+
+    def endless(loader):
+        while True:
+            yield from loader
+
+    def steps_of(booster, model, optimizer, criterion, batches, read_loss):
+        def run(count: int) -> None:
+            for _ in range(count):
+                images, labels = next(batches)
+                loss = criterion(model(images.to(device)), labels.to(device))
+                booster.backward(loss, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+                if read_loss:
+                    loss.item()
+
+        return run
+
+    def classic_loop():
+        on_gpu = device.type == "cuda"
+        plugin = {
+            "low_level_zero": lambda: LowLevelZeroPlugin(initial_scale=2**5),
+            "gemini": lambda: GeminiPlugin(initial_scale=2**5),
+        }.get(args.plugin, TorchDDPPlugin if on_gpu else cpu.CPUTorchDDPPlugin)()
+        loader = plugin.prepare_dataloader(PILImages(), args.batch_size, shuffle=True, drop_last=True)
+        return steps_of(*boosted(plugin), endless(loader), read_loss=True)
+
+    def our_loop():
+        train_set = data.TrainingSet(images, labels, 0, device)
+        train_set.set_epoch(1)
+        plugin = make_plugin(args.plugin)
+        loader = plugin.prepare_dataloader(
+            train_set, args.batch_size, shuffle=True, drop_last=True, collate_fn=lambda batch: batch
+        )
+        with cuda_graphs.capturable():
+            booster, model, optimizer, criterion = boosted(plugin)
+        if args.plugin == "low_level_zero":
+            zero.wait_once_a_step(optimizer)
+        if device.type == "cuda" and args.plugin != "gemini" and not args.eager:
+            cuda_graphs.capture(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
+        return steps_of(booster, model, optimizer, criterion, endless(loader), read_loss=False)
+
+    def synchronize() -> None:
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(run) -> float:
+        synchronize()
+        start = time.perf_counter()
+        run(args.steps)
+        synchronize()
+        return time.perf_counter() - start
+
+    def measured(make_loop) -> tuple:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        run = make_loop()
+        run(args.steps)  # warm up
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if device.type == "cuda" else float("nan")
+        return run, peak
+
+    def report(name: str, times: list[float], peak: float) -> float:
+        step = statistics.median(times) / args.steps
+        epoch = step * (IMAGES // (args.batch_size * world_size))
+        spread = (max(times) - min(times)) / statistics.median(times)
+        if rank == 0:
+            print(
+                f"{args.plugin}, {world_size} process(es), {name}: {epoch:.2f} s an epoch, "
+                f"{args.batch_size * world_size / step:,.0f} images/s, {1000 * step:.2f} ms a step "
+                f"(spread of {args.repeats}: {100 * spread:.0f} %), peak {peak:.0f} MiB",
+                flush=True,
+            )
+        return step
+
+    ours, our_peak = measured(our_loop)
+    if args.scaling:
+        step = report("this project", [seconds(ours) for _ in range(args.repeats)], our_peak)
+        if alone is not None:
+            efficiency = args.batch_size / step / alone
+            print(f"{args.plugin}: {100 * efficiency:.0f} % of {world_size} times the images/s of one process")
+    else:
+        classic, classic_peak = measured(classic_loop)
+        times = [(seconds(classic), seconds(ours)) for _ in range(args.repeats)]
+        classic_step = report("classic loop", [time for time, _ in times], classic_peak)
+        our_step = report("this project", [time for _, time in times], our_peak)
+        if rank == 0:
+            print(f"{args.plugin}, {world_size} process(es): {classic_step / our_step:.1f} times faster", flush=True)
+    cuda_graphs.reset()
+    startup.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Forward and backward of the network as two CUDA graphs: two launches a step, where Python makes hundreds."""
+
+import atexit
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+WARMUP_STEPS = 11  # under DDP, which still measures itself in the first ten
+
+
+@contextmanager
+def capturable() -> Iterator[None]:
+    """Boost in this block what is to be captured later: on a stream of its own.
+
+    What DDP and autograd set up on the default stream, they go on using it for, and no capture survives that.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def capture(model, batch_size: int, autocast: bool) -> None:
+    """Make a boosted ``model`` replay graphs when it trains on batches of ``batch_size``; it evaluates as before.
+
+    All processes call it. Where one of them fails to capture, all go on without graphs, and the first says so.
+
+    Args:
+        model: boosted, its parameters at addresses that do not change; left in training mode.
+        autocast: whether ``model`` runs its network in fp16 by autocast.
+    """
+    network = model.unwrap().train()
+    statistics = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    weight = next(network.parameters())
+    images = torch.rand(batch_size, 3, 32, 32, device=weight.device).to(weight.dtype)
+    failure = None
+    try:
+        with torch.autocast("cuda", dtype=torch.float16, enabled=autocast, cache_enabled=False):
+            torch.cuda.make_graphed_callables(network, (images,), num_warmup_iters=WARMUP_STEPS)
+    except RuntimeError as error:
+        failure = str(error).splitlines()[0]
+    for buffer, before in statistics:  # the warm-up has moved BatchNorm's
+        buffer.copy_(before)
+    atexit.register(reset)
+
+    failures = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if any(failures):
+        vars(network).pop("forward", None)  # which make_graphed_callables has put before the class's own
+        reset()
+        if dist.get_rank() == 0:
+            reason = next(filter(None, failures))
+            print(f"warning: training without CUDA graphs, which could not be captured: {reason}", file=sys.stderr)
+
+
+def reset() -> None:
+    """Free all captured graphs: a process group never ends while one with its collectives lives (pytorch#115388)."""
+    for thing in gc.get_objects():
+        if type(thing) is torch.cuda.CUDAGraph:
+            thing.reset()

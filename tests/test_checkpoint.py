@@ -1,0 +1,294 @@
+"""Nothing lost, nothing half written, nothing trusted."""
+
+import collections
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from conftest import BIN, ROOT, TRAIN, python, torchrun, weights
+from torchvision.models import resnet18
+
+from resnet_cifar10.checkpoint import PARTS, epochs, read
+
+
+def copy_epoch(source, target, epoch):
+    target.mkdir(exist_ok=True)
+    for part in PARTS:
+        shutil.copy(source / f"{part}_{epoch}.pth", target)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(trained, tmp_path, images, processes):
+    whole, parts = trained[0] if processes == 2 else tmp_path / "whole", tmp_path / "parts"
+    if processes == 1:
+        python(*TRAIN, "--epochs", 2, "-i", 1, "-c", whole, DATA=images).succeeded()
+    copy_epoch(whole, parts, 1)
+    torchrun(processes, *TRAIN, "--epochs", 2, "-r", "latest", "-c", parts, DATA=images).succeeded()
+    expected, found = weights(whole, 2), weights(parts, 2)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for part in ("optimizer", "lr_scheduler", "state"):
+        expected, found = read(whole, part, 2), read(parts, part, 2)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_another_number_of_processes_resumes(checkpoint, images, processes):
+    run = torchrun(processes, *TRAIN, "--epochs", 4, "-r", 3, "-c", checkpoint, DATA=images).succeeded()
+    assert len(run.accuracies) == 1 and epochs(checkpoint) == [1, 2, 3, 4]
+    steps = read(checkpoint, "optimizer", 4)["state"][0]["step"]
+    assert steps == 18 + 120 // processes // 10
+
+
+def test_checkpoints_of_the_published_example_resume(checkpoint, images):
+    """They have no state file; gemini's have tensors for step counts."""
+    (checkpoint / "state_3.pth").unlink()
+    path = checkpoint / "optimizer_3.pth"
+    state = torch.load(path, weights_only=True)
+    for values in state["state"].values():
+        values["step"] = torch.tensor(values["step"])
+    torch.save(state, path)
+    run = python(*TRAIN, "--epochs", 4, "-r", 3, "-c", checkpoint, DATA=images).succeeded()
+    assert run.output.count("state_3.pth is missing: a loss scale, where the plugin has one, starts afresh") == 1
+    assert read(checkpoint, "optimizer", 4)["state"][0]["step"] == 30
+
+
+def test_latest_is_the_newest_whole_one_or_none(checkpoint, tmp_path, images):
+    (checkpoint / "state_3.pth").unlink()
+    run = torchrun(2, *TRAIN, "--epochs", 2, "-r", "latest", "-c", checkpoint, DATA=images).succeeded()
+    assert "resuming from epoch 2" in run.output and "Epoch [" not in run.output
+    run = torchrun(2, *TRAIN, "--epochs", 1, "-r", "latest", "-c", tmp_path / "empty", DATA=images).succeeded()
+    assert run.output.count("starting afresh") == 1 and "Epoch [1/1]" in run.output
+
+
+def test_kill_at_any_moment_of_a_save(trained, tmp_path):
+    """A process that saves epochs 2 and 3 over and over is killed; epoch 1, at least, must survive each time."""
+    seen = collections.Counter()
+    copy_epoch(trained[0], tmp_path, 1)
+    command = [sys.executable, "-m", "tests.processes", "save_for_ever", str(tmp_path)]
+    parent = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        for _ in range(12):
+            parent.stdin.write("another\n")
+            parent.stdin.flush()
+            child = int(parent.stdout.readline())
+            time.sleep(random.uniform(0, 1.5))
+            os.kill(child, signal.SIGKILL)
+            assert parent.stdout.readline() == "gone\n"
+            there = epochs(tmp_path)
+            assert 1 in there
+            for part in PARTS:
+                assert read(tmp_path, part, there[-1])
+            seen[there[-1]] += 1
+    finally:
+        for member in psutil.Process(parent.pid).children(recursive=True):
+            member.kill()
+        parent.kill()
+        parent.wait()
+    assert len(seen) > 1  # it did save
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_every_process_with_one_line(tmp_path, images, number):
+    command = [BIN / "torchrun", "--standalone", "--nproc_per_node=2", *TRAIN, "-c", tmp_path / "c", "-i", "1"]
+    command = [str(word) for word in command]
+    environment = {**os.environ, "DATA": str(images)}
+    log = (tmp_path / "log").open("w+")
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while "Epoch [2/80]" not in (tmp_path / "log").read_text():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.2)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 2
+        process.send_signal(number)
+        assert process.wait(timeout=20) != 0
+        _, left = psutil.wait_procs(family, timeout=10)
+        assert not [member for member in left if member.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        for member in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            member.kill()
+        process.kill()
+    output = (tmp_path / "log").read_text()
+    assert output.count("stopped; the same command with -r latest goes on") == 1
+    assert "[rank" not in output and 'train.py", line' not in output
+    assert 1 in epochs(tmp_path / "c")
+    for epoch in epochs(tmp_path / "c"):
+        assert read(tmp_path / "c", "model", epoch)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_saves(checkpoint, images):
+    broken = weights(checkpoint, 3)
+    broken["fc.weight"] = torch.full_like(broken["fc.weight"], 3e38)
+    torch.save(broken, checkpoint / "model_3.pth")
+    run = torchrun(2, *TRAIN, "--epochs", 5, "-r", 3, "-i", 1, "-c", checkpoint, DATA=images)
+    run.failed_with("the mean loss of epoch 4 is", "nothing of it is saved")
+    assert epochs(checkpoint) == [1, 2, 3]
+
+
+def test_a_disk_that_is_full_leaves_earlier_checkpoints_alone(checkpoint, images):
+    def limit():  # a write beyond it fails like one to a full disk, half-way through the optimizer's file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60 << 20, 60 << 20))
+
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    run = torchrun(2, *TRAIN, "--epochs", 4, "-r", 3, "-i", 1, "-c", checkpoint, DATA=images, preexec_fn=limit)
+    run.failed_with("cannot save", "optimizer_4")
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+def test_a_folder_in_the_way_of_a_file_leaves_the_others_alone(checkpoint, images):
+    (checkpoint / "optimizer_1.pth").unlink()
+    (checkpoint / "optimizer_1.pth").mkdir()
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()}
+    run = python(*TRAIN, "--epochs", 1, "-i", 1, "-c", checkpoint, DATA=images)
+    run.failed_with("optimizer_1.pth: a folder is in the way")
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()} == before
+
+
+def test_two_nodes_and_the_one_that_lacks_a_file(trained, tmp_path, images):
+    """Two launchers on the loopback interface; with folders of their own they are nodes that share no disk."""
+
+    def launch(folders, *arguments):
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            port = unused.getsockname()[1]
+        launcher = [BIN / "torchrun", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        nodes = [
+            subprocess.Popen(
+                [str(word) for word in (*launcher, f"--node_rank={rank}", *TRAIN, "-c", folder, *arguments)],
+                cwd=ROOT,
+                env={**os.environ, "DATA": str(images)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, folder in enumerate(folders)
+        ]
+        try:
+            outputs = [node.communicate(timeout=120) for node in nodes]
+        finally:
+            for node in nodes:
+                if node.poll() is None:
+                    for member in psutil.Process(node.pid).children(recursive=True):
+                        member.kill()
+                    node.kill()
+        return [node.returncode for node in nodes], outputs
+
+    codes, outputs = launch([tmp_path / "shared"] * 2, "--epochs", 1)
+    assert codes == [0, 0], outputs
+    assert epochs(tmp_path / "shared") == [1]
+    assert "Accuracy" in outputs[0][0] and "Accuracy" not in outputs[1][0]
+
+    codes, outputs = launch([trained[0], tmp_path / "shared"], "--epochs", 4, "-r", 3, "-i", 0)
+    assert 0 not in codes
+    for _, stderr in outputs:
+        assert stderr.count("error: no checkpoint of epoch 3") == 1
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def damage(path, how):
+    content = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "text":
+        path.write_text("not a checkpoint")
+    elif how == "foreign":
+        torch.save({"fc.weight": torch.zeros(3)}, path)
+    elif how == "tensor":
+        torch.save(torch.zeros(3), path)
+    elif how == "code":
+        torch.save({**torch.load(path, weights_only=True), "more": Payload(path.with_name("ran"))}, path)
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "text", "foreign", "tensor", "code"])
+@pytest.mark.parametrize("part", PARTS)
+def test_damaged_files_are_refused(checkpoint, part, how):
+    assert read(checkpoint, part, 2)
+    damage(checkpoint / f"{part}_2.pth", how)
+    with pytest.raises(ValueError, match=f"{part}_2.pth (is damaged|does not fit)"):
+        read(checkpoint, part, 2)
+    assert not (checkpoint / "ran").exists()
+
+
+def changed(content, *path_and_value):
+    """``content`` with the value at a path of keys replaced; a function is called with the old one."""
+    *path, last, value = path_and_value
+    inner = content
+    for key in path:
+        inner = inner[key]
+    inner[last] = value(inner[last]) if callable(value) else value
+    return content
+
+
+@pytest.mark.parametrize(
+    "part, change",
+    [
+        ("model", ("bn1.running_mean", lambda tensor: tensor * float("nan"))),
+        ("model", ("conv1.weight", lambda tensor: tensor.to_sparse())),
+        ("model", ("conv1.weight", lambda tensor: tensor.to(torch.complex64))),
+        ("model", ("conv1.weight", lambda tensor: tensor.to("meta"))),
+        ("model", ("conv1.weight", lambda tensor: tensor.to(torch.int32))),
+        ("model", ("conv1.weight", "a string")),
+        ("optimizer", ("state", [])),
+        ("optimizer", ("state", lambda state: list(state.values()))),
+        ("optimizer", ("state", lambda state: {**state, 99: {}})),
+        ("optimizer", ("state", 3, "step", float("inf"))),
+        ("optimizer", ("state", 3, "step", 10**30)),
+        ("optimizer", ("state", 3, "exp_avg", lambda tensor: tensor / 0)),
+        ("optimizer", ("state", 3, "exp_avg_sq", lambda tensor: tensor.to("meta"))),
+        ("optimizer", ("param_groups", lambda groups: groups * 2)),
+        ("optimizer", ("param_groups", 0, "lr", "fast")),
+        ("optimizer", ("param_groups", 0, "lr", float("nan"))),
+        ("optimizer", ("param_groups", 0, {})),
+        ("lr_scheduler", ("last_epoch", "x")),
+        ("lr_scheduler", ("last_epoch", 70)),
+        ("lr_scheduler", ("_last_lr", [])),
+        ("state", ("loss_scale", float("nan"))),
+        ("state", ("epoch", 3)),
+    ],
+)
+def test_malformed_files_are_refused(checkpoint, part, change):
+    path = checkpoint / f"{part}_2.pth"
+    torch.save(changed(torch.load(path, weights_only=True), *change), path)
+    with pytest.raises(ValueError, match=f"{part}_2.pth does not fit"):
+        read(checkpoint, part, 2)
+
+
+def test_stray_keys_change_nothing(checkpoint):
+    path = checkpoint / "lr_scheduler_2.pth"
+    torch.save({**torch.load(path, weights_only=True), "optimizer": None}, path)
+    assert "optimizer" not in read(checkpoint, "lr_scheduler", 2)
+
+
+def test_a_checkpoint_of_another_model_is_refused(checkpoint):
+    torch.save(resnet18(num_classes=100).state_dict(), checkpoint / "model_2.pth")
+    with pytest.raises(ValueError, match="does not fit a ResNet-18 for ten classes after epoch 2 .fc.bias"):
+        read(checkpoint, "model", 2)
+
+
+def test_resuming_and_evaluating_damaged_files(checkpoint, images):
+    damage(checkpoint / "optimizer_2.pth", "code")
+    torchrun(2, *TRAIN, "-r", 2, "-c", checkpoint, DATA=images).failed_with("optimizer_2.pth is damaged")
+    assert not (checkpoint / "ran").exists()
+    damage(checkpoint / "model_2.pth", "foreign")
+    python("eval.py", "-e", 2, "-c", checkpoint, DATA=images).failed_with("model_2.pth does not fit a ResNet-18")
