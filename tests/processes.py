@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torchvision.models import resnet18
 
-from resnet_cifar10.data import generate_split
+from resnet_cifar10.data import TrainingSet, generate_split
 from resnet_cifar10.evaluation import average_batch_norm_statistics, evaluate
 from resnet_cifar10.failure import fail_together
 from resnet_cifar10.startup import leave
@@ -46,29 +46,31 @@ def failure():
     print("went on", flush=True)
 
 
-def losses(plugin, *how):
-    """Of the first 50 steps on a GPU, as train.py makes them; ``how``: "graphs", "lean" (ZeRO), "uncapturable"."""
+def boosted(plugin, *how):
+    """On a GPU, as train.py does it; ``how``: "graphs", "lean" (ZeRO), "uncapturable" (in the last process)."""
     import colossalai
     from colossalai.booster import Booster
     from colossalai.nn.optimizer import HybridAdam
 
     from resnet_cifar10 import cuda_graphs, zero
-    from resnet_cifar10.data import TrainingSet
     from train import make_plugin
 
-    colossalai.launch_from_torch(verbose=False)
+    if not dist.is_initialized():
+        colossalai.launch_from_torch(verbose=False)
+    torch.manual_seed(0)
     torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = False
     device = torch.device("cuda", torch.cuda.current_device())
     train_set = TrainingSet(*generate_split("train"), 0, device)
     train_set.set_epoch(1)
     boosting = make_plugin(plugin)
     loader = boosting.prepare_dataloader(train_set, 50, shuffle=True, drop_last=True, collate_fn=lambda batch: batch)
     booster = Booster(plugin=boosting, mixed_precision="fp16" if plugin == "torch_ddp_fp16" else None)
-    model = resnet18(num_classes=10)
+    model, criterion = resnet18(num_classes=10), torch.nn.CrossEntropyLoss()
     optimizer = HybridAdam(model.parameters(), lr=1e-3)
+    lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [20])
     with cuda_graphs.capturable():
-        model, optimizer, criterion, _, _ = booster.boost(model, optimizer, torch.nn.CrossEntropyLoss())
+        boosted = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
+    model, optimizer, criterion, _, lr_scheduler = boosted
     if "lean" in how:
         zero.wait_once_a_step(optimizer)
     if "uncapturable" in how and dist.get_rank() == dist.get_world_size() - 1:
@@ -79,18 +81,45 @@ def losses(plugin, *how):
         torch.cuda.make_graphed_callables = refuse
     if "graphs" in how:
         cuda_graphs.capture(model, 50, autocast=plugin == "torch_ddp_fp16")
-    model.train()
-    found = []
-    for _, (images, labels) in zip(range(50), loader):
-        loss = criterion(model(images), labels)
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach().float())
-    print("losses:", *torch.stack(found).tolist(), flush=True)
-    buffers = {name: buffer.float().sum().item() for name, buffer in model.unwrap().named_buffers()}
-    print("statistics:", *buffers.values(), flush=True)
+
+    def train(steps):
+        model.train()
+        found = []
+        for _, (images, labels) in zip(range(steps), loader):
+            loss = criterion(model(images), labels)
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach().float())
+        return torch.stack(found).tolist()
+
+    return train, (booster, model, optimizer, lr_scheduler)
+
+
+def losses(plugin, *how):
+    """Of the first 50 steps, and what they leave BatchNorm with."""
+    from resnet_cifar10 import cuda_graphs
+
+    train, (_, model, *_) = boosted(plugin, *how)
+    print("losses:", *train(50), flush=True)
+    print("statistics:", *(buffer.float().sum().item() for buffer in model.unwrap().buffers()), flush=True)
     cuda_graphs.reset()
+
+
+def reload(plugin, folder):
+    """Save a trained model, load it into an untrained one, save that as another epoch."""
+    from resnet_cifar10 import checkpoint
+
+    train, trained = boosted(plugin, "lean" if plugin == "low_level_zero" else "")
+    train(6)
+    average_batch_norm_statistics(trained[1])
+    trained[-1].step()
+    checkpoint._set_loss_scale(trained[2], {"loss_scale": 4096.0, "growth_step": 7, "hysteresis_step": 1})
+    checkpoint.save(*trained, Path(folder), 1)
+    train, fresh = boosted(plugin, "lean" if plugin == "low_level_zero" else "")
+    checkpoint.load(*fresh, Path(folder), 1)
+    checkpoint.save(*fresh, Path(folder), 2)
+    print("went on with:", *train(3), flush=True)
 
 
 def save_for_ever(folder):

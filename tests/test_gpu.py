@@ -7,6 +7,8 @@ import pytest
 import torch
 from conftest import python, torchrun
 
+from resnet_cifar10.checkpoint import PARTS
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 GPUS = min(2, torch.cuda.device_count())
 
@@ -27,6 +29,30 @@ def test_a_checkpoint_of_one_plugin_resumes_under_any_other(tmp_path):
         arguments = ("-p", plugin, "--dummy", "-i", 1, "--epochs", epoch + 1, "-c", tmp_path, *resume)
         run = torchrun(GPUS, "train.py", *arguments).succeeded()
     assert float(run.accuracies[0]) > 90
+
+
+@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini"])
+def test_saving_and_loading_lose_nothing(plugin, tmp_path):
+    run = torchrun(GPUS, "-m", "tests.processes", "reload", plugin, tmp_path).succeeded()
+    losses = [float(loss) for loss in re.search("went on with: (.*)", run.output)[1].split()]
+    assert max(losses) < 2.5
+    saved, reloaded = (
+        {part: torch.load(tmp_path / f"{part}_{epoch}.pth", weights_only=True) for part in PARTS} for epoch in (1, 2)
+    )
+    reloaded["state"]["epoch"] = 1
+    torch.testing.assert_close(reloaded["state"], saved["state"], rtol=0, atol=0)
+    assert (saved["state"]["loss_scale"] == 4096) == (plugin != "torch_ddp")
+    for name, weight in saved["model"].items():
+        assert torch.equal(weight, reloaded["model"][name]), name
+        assert weight.dtype in (torch.float32, torch.int64)
+    weight = saved["model"]["conv1.weight"]
+    assert not torch.equal(weight, weight.half().float())  # not rounded on the way
+    for number, values in saved["optimizer"]["state"].items():
+        for name, value in values.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(reloaded["optimizer"]["state"][number][name]))
+    groups = [checkpoint["optimizer"]["param_groups"][0] for checkpoint in (saved, reloaded)]
+    assert groups[0]["lr"] == groups[1]["lr"]
+    assert saved["lr_scheduler"]["_last_lr"] == reloaded["lr_scheduler"]["_last_lr"]
 
 
 def test_more_processes_than_gpus():
