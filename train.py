@@ -69,7 +69,7 @@ def parse_args() -> argparse.Namespace:
         help="learning rate of one process, scaled linearly by the number of processes (default: %(default)s)",
     )
     parser.add_argument("--seed", type=arguments.seed, default=1024, help="(default: %(default)s)")
-    parser.add_argument("--dummy", action="store_true", help="train on generated images: no download, no files")
+    parser.add_argument("--dummy", action="store_true", help="train on generated images: no download")
     parser.add_argument("--eager", action="store_true", help="launch every kernel from Python: no CUDA graphs")
     return parser.parse_args()
 
