@@ -1,9 +1,12 @@
 import hashlib
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
 from torchvision.transforms import Pad, ToTensor
@@ -18,6 +21,8 @@ from resnet_cifar10.data import (
     to_float,
 )
 from resnet_cifar10.evaluation import evaluate
+
+JPEG_COPY = ROOT.parent / "shared" / "data" / "unpack_cifar10.py"
 
 
 def random_images(count, seed=0):
@@ -133,6 +138,17 @@ def test_broken_image(make_images, content):
     path.write_bytes(path.read_bytes()[:400] if content is None else content)
     with pytest.raises(ValueError, match="cannot read the image .*frog/0000.png"):
         load_split(root, "test")
+
+
+@pytest.mark.skipif(not JPEG_COPY.exists(), reason="no JPEG copy of CIFAR-10 at hand")
+def test_real_images(tmp_path):
+    command = [sys.executable, JPEG_COPY, tmp_path, "--per-class", "20"]
+    subprocess.run(command, check=True, timeout=60)
+    images, labels = load_split(tmp_path, "train")
+    assert labels.bincount().tolist() == [20] * 10
+    assert load_split(tmp_path, "test")[0].shape == (200, 3, 32, 32)
+    means = to_float(images).mean(dim=(0, 2, 3))  # CIFAR-10's are 0.491, 0.482, 0.447
+    torch.testing.assert_close(means, torch.tensor([0.491, 0.482, 0.447]), rtol=0, atol=0.04)
 
 
 @pytest.fixture
