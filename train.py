@@ -13,7 +13,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from resnet_cifar10 import arguments, checkpoint, startup
+from resnet_cifar10 import arguments, checkpoint, quiet, startup
 from resnet_cifar10.failure import fail, fail_together
 
 PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini")
@@ -110,8 +110,9 @@ def main() -> None:
             check_checkpoints(args)
         except (OSError, ValueError) as error:
             fail(error)
-    startup.end_on_signals()
     startup.check_devices(args.plugin)
+
+    quiet.silence_the_harmless()
 
     # Only now: these imports take seconds, which nobody should wait to learn of a mistyped flag.
     import colossalai
@@ -134,7 +135,7 @@ def main() -> None:
         startup.check_cuda_toolkit()
     else:
         cpu.register_cpu_adam()
-    colossalai.launch_from_torch(seed=args.seed)
+    colossalai.launch_from_torch(seed=args.seed, verbose=False)
     coordinator = DistCoordinator()
     device = get_accelerator().get_current_device()
 
@@ -170,6 +171,8 @@ def main() -> None:
     criterion = torch.nn.CrossEntropyLoss()
     optimizer = HybridAdam(model.parameters(), lr=args.lr * coordinator.world_size)
     lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
+
+    startup.end_on_signals()
 
     # Boost
     with cuda_graphs.capturable():
@@ -225,4 +228,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        fail("stopped before the training began")

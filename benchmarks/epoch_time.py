@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from resnet_cifar10 import arguments, startup
+from resnet_cifar10 import arguments, quiet, startup
 from resnet_cifar10.failure import fail
 from train import PLUGINS, make_plugin
 
@@ -54,6 +54,7 @@ def main() -> None:
     alone = images_per_second_alone() if args.scaling and os.environ.get("RANK") == "0" else None
     startup.be_a_launcher_of_one()
     startup.check_devices(args.plugin)
+    quiet.silence_the_harmless()
 
     import colossalai
     import torch

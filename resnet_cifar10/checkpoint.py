@@ -93,10 +93,7 @@ def read(folder: Path, part: str, epoch: int) -> dict:
     try:
         return {MODEL: _model, OPTIMIZER: _optimizer, LR_SCHEDULER: _lr_scheduler, STATE: _state}[part](content, epoch)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
-        kind = type(error).__name__
-        raise ValueError(
-            f"{path} does not fit a ResNet-18 for ten classes after epoch {epoch}: {kind} {error}"
-        ) from error
+        raise ValueError(f"{path} does not fit a ResNet-18 for ten classes after epoch {epoch} ({error})") from error
 
 
 # Each of the following returns what is to be loaded of a file's content, whatever that may be. What is not as expected
@@ -118,12 +115,12 @@ def _blank_model():
 
 
 def _require_like(tensor, like, name: str) -> None:
-    """``tensor`` is a plain one of finite numbers, in the shape and kind of ``like``."""
+    """``tensor`` is a plain one of finite numbers, in the shape of ``like``; where that has fractions, so has it."""
     import torch
 
     plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
     _require(plain and tensor.shape == like.shape, name)
-    _require(tensor.is_floating_point() == like.is_floating_point() and not tensor.is_complex(), name)
+    _require(tensor.is_floating_point() >= like.is_floating_point() and not tensor.is_complex(), name)
     _require(bool(tensor.isfinite().all()), name)
 
 
@@ -173,7 +170,10 @@ def _state(content, epoch: int) -> dict:
 
 
 def _full_precision(model):
-    """A block in which Gemini gathers and spreads its fp32 weights as such, and does not round them on the way."""
+    """A block in which Gemini gathers and spreads its fp32 weights as such, and does not round them on the way.
+
+    It would where it shards them: a model smaller than its smallest chunk, such as this one, it does not.
+    """
     import torch
     from colossalai.zero import GeminiDDP
 
@@ -239,16 +239,18 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
             try:
                 writer(str(new / part if is_master else part))  # others write nothing
             except RuntimeError as error:  # so torch.save reports a folder that is gone or a disk that is full
+                if not is_master:
+                    raise
                 raise OSError(f"cannot save {path_of(folder, part, epoch)}: {error}") from error
 
     def write_model(path: str) -> None:
-        with _full_precision(model):
-            booster.save_model(model, path)
         masters = {}
         for name, (weight, shard) in _zero_masters(model, optimizer).items():
             gathered = shard.new_empty(shard.numel() * dist.get_world_size())
             dist.all_gather_into_tensor(gathered, shard.flatten())
             masters[name] = gathered[: weight.numel()].view_as(weight).cpu()
+        with _full_precision(model):
+            booster.save_model(model, path)
         if is_master:
             weights = {**torch.load(path, weights_only=True), **masters}
             torch.save({name: x.float() if x.is_floating_point() else x for name, x in weights.items()}, path)

@@ -5,11 +5,14 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-WARMUP_STEPS = 11  # under DDP, which still measures itself in the first ten
+from resnet_cifar10.failure import fail
+
+WARMUP_STEPS = 11  # what PyTorch's notes on graphs ask for under DDP
 
 
 @contextmanager
@@ -31,7 +34,8 @@ def capturable() -> Iterator[None]:
 def capture(model, batch_size: int, autocast: bool) -> None:
     """Make a boosted ``model`` replay graphs when it trains on batches of ``batch_size``; it evaluates as before.
 
-    All processes call it. Where one of them fails to capture, all go on without graphs, and the first says so.
+    All processes call it. Where they cannot capture, they go on without graphs, and the first says so; where only some
+    can, those wait for the others for ever, in SyncBatchNorm, and the run ends with one line.
 
     Args:
         model: boosted, its parameters at addresses that do not change; left in training mode.
@@ -40,25 +44,31 @@ def capture(model, batch_size: int, autocast: bool) -> None:
     network = model.unwrap().train()
     statistics = [(buffer, buffer.clone()) for buffer in network.buffers()]
     weight = next(network.parameters())
-    images = torch.rand(batch_size, 3, 32, 32, device=weight.device).to(weight.dtype)
+    images = torch.rand(batch_size, 3, 32, 32).to(weight)
+    stream = torch.cuda.current_stream()
+    talk = dist.new_group(backend="gloo", timeout=timedelta(minutes=1))  # NCCL's may wait in a capture
     failure = None
     try:
         with torch.autocast("cuda", dtype=torch.float16, enabled=autocast, cache_enabled=False):
             torch.cuda.make_graphed_callables(network, (images,), num_warmup_iters=WARMUP_STEPS)
     except RuntimeError as error:
         failure = str(error).splitlines()[0]
-    for buffer, before in statistics:  # the warm-up has moved BatchNorm's
-        buffer.copy_(before)
+        torch.cuda.set_stream(stream)  # a capture that fails does not always leave its own
     atexit.register(reset)
 
     failures = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
+    try:
+        dist.all_gather_object(failures, failure, group=talk)
+    except RuntimeError:
+        fail(f"not all processes could capture CUDA graphs ({failure}): try --eager")
     if any(failures):
         vars(network).pop("forward", None)  # which make_graphed_callables has put before the class's own
         reset()
         if dist.get_rank() == 0:
             reason = next(filter(None, failures))
             print(f"warning: training without CUDA graphs, which could not be captured: {reason}", file=sys.stderr)
+    for buffer, before in statistics:  # the warm-up has moved BatchNorm's
+        buffer.copy_(before)
 
 
 def reset() -> None:

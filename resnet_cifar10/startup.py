@@ -33,17 +33,21 @@ def end_on_signals() -> None:
     """Let Ctrl-C and SIGTERM end this process at once and without a traceback; the first process says how to go on.
 
     A thread waits for them, for the main one may be waiting, deaf to signals, for processes that are already gone.
+    Call it when HybridAdam's kernels are there: a compilation that ends so leaves a lock that the next run waits for.
     """
 
     def wait() -> None:
-        number = signal.sigwait(signals)
+        (number,) = os.read(reader, 1)
         if os.environ["RANK"] == "0":
             name = signal.Signals(number).name
             print(f"\n{name}: stopped; the same command with -r latest goes on", file=sys.stderr, flush=True)
         os._exit(128 + number)
 
-    signals = (signal.SIGINT, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     threading.Thread(target=wait, daemon=True).start()
 
 

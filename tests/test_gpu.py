@@ -95,7 +95,8 @@ def test_a_failed_capture_falls_back_with_one_line():
     eager, _, _ = first_losses("torch_ddp")
     uncaptured, _, run = first_losses("torch_ddp", "graphs", "uncapturable")
     warnings = re.findall(r"^warning: .*$", run.output, re.MULTILINE)
-    assert warnings == ["warning: training without CUDA graphs, which could not be captured: no graphs today"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("warning: training without CUDA graphs, which could not be captured: ")
     torch.testing.assert_close(uncaptured[:5], eager[:5], rtol=0, atol=1e-3)
 
 

@@ -23,6 +23,21 @@ def test_training_reports_and_saves(trained):
     resnet18(num_classes=10).load_state_dict(weights(folder, 3))
 
 
+def test_a_quiet_start(trained):
+    """At most six lines before the first bar that are not the launcher's own."""
+    before, _ = trained[1].output.split("Epoch [1/3]", maxsplit=1)
+    lines = [line for line in before.splitlines() if line.strip() and "torch/distributed/run.py" not in line]
+    assert len([line for line in lines if not line.startswith("Accuracy")]) <= 6, lines
+
+
+def test_only_the_harmless_is_silenced():
+    code = "import warnings; from resnet_cifar10.quiet import silence_the_harmless as f; f()\n"
+    code += "warnings.warn('Please install apex from source'); warnings.warn('Please look out')\n"
+    code += "warnings.warn('TypedStorage is deprecated', FutureWarning)"
+    output = python("-c", code).succeeded().output
+    assert "apex" not in output and "Please look out" in output and "TypedStorage" in output
+
+
 def test_eval_prints_what_training_printed(trained, images):
     folder, run = trained
     evaluated = python("eval.py", "-c", folder, "-e", 3, DATA=images).succeeded()
