@@ -20,6 +20,13 @@ from torchvision.models import resnet18
 from resnet_cifar10.checkpoint import PARTS, epochs, read
 
 
+@pytest.fixture
+def one_epoch(trained, tmp_path):
+    """A folder with epoch 2 alone, to do things to."""
+    copy_epoch(trained[0], tmp_path / "one", 2)
+    return tmp_path / "one"
+
+
 def copy_epoch(source, target, epoch):
     target.mkdir(exist_ok=True)
     for part in PARTS:
@@ -222,12 +229,12 @@ def damage(path, how):
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "text", "foreign", "tensor", "code"])
 @pytest.mark.parametrize("part", PARTS)
-def test_damaged_files_are_refused(checkpoint, part, how):
-    assert read(checkpoint, part, 2)
-    damage(checkpoint / f"{part}_2.pth", how)
+def test_damaged_files_are_refused(one_epoch, part, how):
+    assert read(one_epoch, part, 2)
+    damage(one_epoch / f"{part}_2.pth", how)
     with pytest.raises(ValueError, match=f"{part}_2.pth (is damaged|does not fit)"):
-        read(checkpoint, part, 2)
-    assert not (checkpoint / "ran").exists()
+        read(one_epoch, part, 2)
+    assert not (one_epoch / "ran").exists()
 
 
 def changed(content, *path_and_value):
@@ -267,11 +274,11 @@ def changed(content, *path_and_value):
         ("state", ("epoch", 3)),
     ],
 )
-def test_malformed_files_are_refused(checkpoint, part, change):
-    path = checkpoint / f"{part}_2.pth"
+def test_malformed_files_are_refused(one_epoch, part, change):
+    path = one_epoch / f"{part}_2.pth"
     torch.save(changed(torch.load(path, weights_only=True), *change), path)
     with pytest.raises(ValueError, match=f"{part}_2.pth does not fit"):
-        read(checkpoint, part, 2)
+        read(one_epoch, part, 2)
 
 
 def test_stray_keys_change_nothing(checkpoint):
