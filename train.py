@@ -111,7 +111,6 @@ def main() -> None:
         except (OSError, ValueError) as error:
             fail(error)
     startup.check_devices(args.plugin)
-
     quiet.silence_the_harmless()
 
     # Only now: these imports take seconds, which nobody should wait to learn of a mistyped flag.
@@ -223,7 +222,6 @@ def main() -> None:
     coordinator.print_on_master(accuracy_line(accuracy))
     if args.target_acc and accuracy < args.target_acc:
         fail(f"the accuracy, {accuracy:.4f}, is below --target_acc {args.target_acc}")
-    cuda_graphs.reset()
     startup.leave()
 
 

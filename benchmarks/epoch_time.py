@@ -38,11 +38,10 @@ def parse_args() -> argparse.Namespace:
 
 def images_per_second_alone() -> float:
     """Of one process, on the first GPU, while the others wait to be joined."""
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in launcher and not name.startswith("TORCHELASTIC")
+        if name not in startup.LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC")
     }
     run = subprocess.run([sys.executable, *sys.argv], env=environment, stdout=subprocess.PIPE, text=True, check=True)
     print(run.stdout, end="", flush=True)
@@ -190,7 +189,6 @@ def main() -> None:
         our_step = report("this project", [time for _, time in times], our_peak)
         if rank == 0:
             print(f"{args.plugin}, {world_size} process(es): {classic_step / our_step:.1f} times faster", flush=True)
-    cuda_graphs.reset()
     startup.leave()
 
 

@@ -37,14 +37,15 @@ def check_exists(folder: Path, epoch: int, parts: tuple[str, ...] = BOOSTER_PART
     """Make sure that ``folder`` has the files of ``parts`` for ``epoch``.
 
     Raises:
-        ValueError: it has not; the message names the epochs there are, or the file that is missing.
+        ValueError: it has not; the message names the machine, and the epochs there are or the file that is missing.
     """
+    where = f"{folder} on {socket.gethostname()}"
     missing = [path.name for part in parts if not (path := path_of(folder, part, epoch)).is_file()]
     if len(missing) == len(parts):
         there = ", ".join(map(str, epochs(folder, parts)))
-        raise ValueError(f"no checkpoint of epoch {epoch} in {folder}: there are {there or 'none at all'}")
+        raise ValueError(f"no checkpoint of epoch {epoch} in {where}: there are {there or 'none at all'}")
     if missing:
-        raise ValueError(f"the checkpoint of epoch {epoch} in {folder} is incomplete: {', '.join(missing)} is missing")
+        raise ValueError(f"the checkpoint of epoch {epoch} in {where} is incomplete: {', '.join(missing)} is missing")
 
 
 def agree_on_latest(folder: Path) -> int:
@@ -305,10 +306,7 @@ def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     from torch.nn.functional import pad
 
     with fail_together():
-        try:
-            check_exists(folder, epoch)
-        except ValueError as error:
-            raise ValueError(f"{error} (on {socket.gethostname()})") from error
+        check_exists(folder, epoch)
         weights, optimizer_state, lr_scheduler_state = (read(folder, part, epoch) for part in BOOSTER_PARTS)
         state = read(folder, STATE, epoch) if path_of(folder, STATE, epoch).exists() else None
 

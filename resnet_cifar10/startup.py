@@ -12,16 +12,20 @@ from resnet_cifar10.failure import fail
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return unused.getsockname()[1]
+
+
 def be_a_launcher_of_one() -> None:
     """Set the variables that torchrun sets, for one process, where no launcher has: ``python train.py`` then works."""
     if "RANK" in os.environ:
         if missing := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
             fail(f"RANK is set, but not {', '.join(missing)}: start with torchrun or colossalai run, or unset RANK")
         return
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    os.environ.update(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "1", "127.0.0.1", str(port))))
+    os.environ.update(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "1", "127.0.0.1", str(free_port()))))
 
 
 def is_one_node() -> bool:
@@ -83,9 +87,12 @@ def check_cuda_toolkit() -> None:
 
 
 def leave() -> None:
-    """Destroy the default process group, on all processes, at the end of a run."""
+    """Destroy the default process group, on all processes, at the end of a run, and first what would keep it alive."""
     import torch.distributed as dist
 
+    from resnet_cifar10 import cuda_graphs
+
+    cuda_graphs.reset()
     # PyTorch 2.5 destroys a gloo group holding the GIL, and waits for threads that may want it to free the tensors of
     # the last collectives: for ever. Asleep, this thread leaves them the GIL.
     time.sleep(0.1)

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -13,6 +12,8 @@ import psutil
 import pytest
 import torch
 from PIL import Image
+
+from resnet_cifar10.startup import free_port
 
 ROOT = Path(__file__).parent.parent
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
@@ -44,6 +45,15 @@ class Run:
         return self
 
 
+def kill_family(process: subprocess.Popen) -> None:
+    """Kill a process that still runs, and all it has started: a launcher, and its workers."""
+    if process.poll() is None:
+        for member in [process, *psutil.Process(process.pid).children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait()
+
+
 def execute(*command: object, timeout: float = 300, preexec_fn=None, **environment: object) -> Run:
     """Run a command in the project's folder, and end it with all it has started."""
     process = subprocess.Popen(
@@ -58,12 +68,7 @@ def execute(*command: object, timeout: float = 300, preexec_fn=None, **environme
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     finally:
-        if process.poll() is None:
-            family = psutil.Process(process.pid).children(recursive=True)  # launchers and their workers
-            for member in [process, *family]:
-                with suppress(psutil.NoSuchProcess):
-                    member.kill()
-            process.wait()
+        kill_family(process)
     return Run(process.returncode, stdout, stderr)
 
 
@@ -77,10 +82,7 @@ def python(*arguments: object, **environment: object) -> Run:
 
 
 def colossalai_run(processes: int, *arguments: object, **environment: object) -> Run:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    launcher = (BIN / "colossalai", "run", "--nproc_per_node", processes, "--master_port", port)
+    launcher = (BIN / "colossalai", "run", "--nproc_per_node", processes, "--master_port", free_port())
     return execute(*launcher, *arguments, **environment, PATH=f"{BIN}:{os.environ['PATH']}")
 
 

@@ -94,25 +94,23 @@ def boosted(plugin, *how):
 
 def losses(plugin, *how):
     """Of the first 50 steps, and what they leave BatchNorm with."""
-    from resnet_cifar10 import cuda_graphs
-
     train, (_, model, *_) = boosted(plugin, *how)
     print("losses:", *train(50), flush=True)
     print("statistics:", *(buffer.float().sum().item() for buffer in model.unwrap().buffers()), flush=True)
-    cuda_graphs.reset()
 
 
 def reload(plugin, folder):
     """Save a trained model, load it into an untrained one, save that as another epoch."""
     from resnet_cifar10 import checkpoint
 
-    train, trained = boosted(plugin, "lean" if plugin == "low_level_zero" else "")
+    how = ["lean"] if plugin == "low_level_zero" else []
+    train, trained = boosted(plugin, *how)
     train(6)
     average_batch_norm_statistics(trained[1])
     trained[-1].step()
     checkpoint._set_loss_scale(trained[2], {"loss_scale": 4096.0, "growth_step": 7, "hysteresis_step": 1})
     checkpoint.save(*trained, Path(folder), 1)
-    train, fresh = boosted(plugin, "lean" if plugin == "low_level_zero" else "")
+    train, fresh = boosted(plugin, *how)
     checkpoint.load(*fresh, Path(folder), 1)
     checkpoint.save(*fresh, Path(folder), 2)
     print("went on with:", *train(3), flush=True)

@@ -14,10 +14,11 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import BIN, ROOT, TRAIN, python, torchrun, weights
+from conftest import BIN, ROOT, TRAIN, kill_family, python, torchrun, weights
 from torchvision.models import resnet18
 
 from resnet_cifar10.checkpoint import PARTS, epochs, read
+from resnet_cifar10.startup import free_port
 
 
 @pytest.fixture
@@ -96,10 +97,7 @@ def test_kill_at_any_moment_of_a_save(trained, tmp_path):
                 assert read(tmp_path, part, there[-1])
             seen[there[-1]] += 1
     finally:
-        for member in psutil.Process(parent.pid).children(recursive=True):
-            member.kill()
-        parent.kill()
-        parent.wait()
+        kill_family(parent)
     assert len(seen) > 1  # it did save
 
 
@@ -122,9 +120,7 @@ def test_signals_end_every_process_with_one_line(tmp_path, images, number):
         _, left = psutil.wait_procs(family, timeout=10)
         assert not [member for member in left if member.status() != psutil.STATUS_ZOMBIE]
     finally:
-        for member in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-            member.kill()
-        process.kill()
+        kill_family(process)
     output = (tmp_path / "log").read_text()
     assert output.count("stopped; the same command with -r latest goes on") == 1
     assert "[rank" not in output and 'train.py", line' not in output
@@ -165,10 +161,7 @@ def test_two_nodes_and_the_one_that_lacks_a_file(trained, tmp_path, images):
     """Two launchers on the loopback interface; with folders of their own they are nodes that share no disk."""
 
     def launch(folders, *arguments):
-        with socket.socket() as unused:
-            unused.bind(("127.0.0.1", 0))
-            port = unused.getsockname()[1]
-        launcher = [BIN / "torchrun", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        launcher = [BIN / "torchrun", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
         nodes = [
             subprocess.Popen(
                 [str(word) for word in (*launcher, f"--node_rank={rank}", *TRAIN, "-c", folder, *arguments)],
@@ -184,10 +177,7 @@ def test_two_nodes_and_the_one_that_lacks_a_file(trained, tmp_path, images):
             outputs = [node.communicate(timeout=120) for node in nodes]
         finally:
             for node in nodes:
-                if node.poll() is None:
-                    for member in psutil.Process(node.pid).children(recursive=True):
-                        member.kill()
-                    node.kill()
+                kill_family(node)
         return [node.returncode for node in nodes], outputs
 
     codes, outputs = launch([tmp_path / "shared"] * 2, "--epochs", 1)
@@ -199,6 +189,7 @@ def test_two_nodes_and_the_one_that_lacks_a_file(trained, tmp_path, images):
     assert 0 not in codes
     for _, stderr in outputs:
         assert stderr.count("error: no checkpoint of epoch 3") == 1
+        assert f"on {socket.gethostname()}: there are" in stderr
 
 
 class Payload:

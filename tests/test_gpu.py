@@ -1,11 +1,13 @@
 """Every plugin on the GPUs there are, up to two."""
 
 import re
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
-from conftest import python, torchrun
+from conftest import BIN, ROOT, python, torchrun
 
 from resnet_cifar10.checkpoint import PARTS
 
@@ -83,8 +85,8 @@ def test_graphs_change_nothing_but_the_speed(plugin):
 
 
 def test_zero_without_the_waiting_takes_the_same_steps():
-    plain, statistics, _ = first_losses("low_level_zero")
-    lean, lean_statistics, _ = first_losses("low_level_zero", "lean")
+    plain, _, _ = first_losses("low_level_zero")
+    lean, _, _ = first_losses("low_level_zero", "lean")
     assert plain[0] > 2 and plain[-1] < plain[0]
     print(f"greatest difference in 50 steps: {(plain - lean).abs().max():.2e}")
     torch.testing.assert_close(lean[:5], plain[:5], rtol=0, atol=1e-3)
@@ -103,11 +105,6 @@ def test_a_failed_capture_falls_back_with_one_line():
 @pytest.mark.parametrize("target, code", [(0.2, 0), (1, 1)])
 def test_a_run_with_graphs_ends_at_once(target, code, tmp_path):
     """Within 5 s of its last line; a hang would take for ever."""
-    import subprocess
-    import sys
-
-    from conftest import BIN, ROOT
-
     command = [BIN / "torchrun", "--standalone", f"--nproc_per_node={GPUS}", "train.py", "--dummy", "--epochs", "1"]
     command += ["-i", "0", "--target_acc", str(target)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=sys.stderr, text=True) as process:
