@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 from resnet_cifar10.failure import fail_together
+from resnet_cifar10.files import flush
 
 MODEL, OPTIMIZER, LR_SCHEDULER = BOOSTER_PARTS = ("model", "optimizer", "lr_scheduler")
 STATE = "state"
@@ -48,6 +48,25 @@ def check_exists(folder: Path, epoch: int, parts: tuple[str, ...] = BOOSTER_PART
         raise ValueError(f"the checkpoint of epoch {epoch} in {where} is incomplete: {', '.join(missing)} is missing")
 
 
+def find(folder: Path, asked: list[int | str]) -> list[int]:
+    """The epochs that ``asked`` stands for, numbers, "latest" and "all", of which ``folder`` has the model, in order.
+
+    Raises:
+        ValueError: it lacks one that is asked for.
+    """
+    there = epochs(folder, (MODEL,))
+    found = set()
+    for epoch in asked:
+        if epoch not in ("latest", "all"):
+            check_exists(folder, epoch, (MODEL,))
+            found.add(epoch)
+        elif there:
+            found.update(there if epoch == "all" else there[-1:])
+        else:
+            raise ValueError(f"no checkpoint in {folder}")
+    return sorted(found)
+
+
 def agree_on_latest(folder: Path) -> int:
     """The newest epoch with a whole checkpoint, as the first process sees it; -1, and a line, where there is none."""
     import torch.distributed as dist
@@ -58,19 +77,6 @@ def agree_on_latest(folder: Path) -> int:
         print(f"resuming from epoch {found[0]}" if found != [-1] else f"no checkpoint in {folder}: starting afresh")
     dist.broadcast_object_list(found)
     return found[0]
-
-
-def make_folder(folder: Path) -> None:
-    """Make ``folder``, unless it is there, and make sure that files can be written to it.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(f"cannot write checkpoints to {folder}: {error.strerror}") from error
 
 
 def read(folder: Path, part: str, epoch: int) -> dict:
@@ -191,7 +197,7 @@ def _zero_masters(model, optimizer) -> dict:
     return {name: (weight, masters[id(weight)]) for name, weight in model.unwrap().named_parameters()}
 
 
-def _loss_scale(optimizer) -> dict:
+def loss_scaling(optimizer) -> dict:
     """The loss scale and the steps towards its next change; all 0 where the loss is not scaled."""
     scaler = getattr(optimizer, "scaler", None)
     if scaler is not None:  # torch's
@@ -209,7 +215,7 @@ def _colossalai_scaler(optimizer):
     return getattr(mixin, "grad_scaler", None)
 
 
-def _set_loss_scale(optimizer, state: dict) -> None:
+def _set_loss_scaling(optimizer, state: dict) -> None:
     if not state["loss_scale"]:
         return  # saved by a run that needed none: this one starts with its own
     steps, scaler = int(state["growth_step"]), getattr(optimizer, "scaler", None)
@@ -230,10 +236,11 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     import torch.distributed as dist
 
     is_master = dist.get_rank() == 0
-    new = None
+    new = folder / ".new"
     with fail_together():
         if is_master:
-            new = Path(tempfile.mkdtemp(prefix=".new_", dir=folder))
+            shutil.rmtree(new, ignore_errors=True)  # of a save that was killed
+            new.mkdir()
 
     def write(part: str, writer: Callable[[str], None]) -> None:
         with fail_together():  # one by one, for there are collectives in them
@@ -258,7 +265,7 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
 
     def write_state(path: str) -> None:
         if is_master:
-            torch.save({"epoch": epoch, **_loss_scale(optimizer)}, path)
+            torch.save({"epoch": epoch, **loss_scaling(optimizer)}, path)
 
     try:
         write(MODEL, write_model)
@@ -280,20 +287,12 @@ def _put_in_place(new: Path, folder: Path, epoch: int) -> None:
         if path.is_dir():
             raise OSError(f"cannot save {path}: a folder is in the way")
     for part in PARTS:
-        _flush(new / part)
+        flush(new / part)
     for part in reversed(PARTS):
         final[part].unlink(missing_ok=True)
     for part in PARTS:  # the state last: with it, all are there
         (new / part).replace(final[part])
-    _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(folder)
 
 
 def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> None:
@@ -320,6 +319,6 @@ def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     optimizer.load_state_dict(optimizer_state)
     lr_scheduler.load_state_dict(lr_scheduler_state)
     if state is not None:
-        _set_loss_scale(optimizer, state)
+        _set_loss_scaling(optimizer, state)
     elif dist.get_rank() == 0:
         print(f"{path_of(folder, STATE, epoch)} is missing: a loss scale, where the plugin has one, starts afresh")
