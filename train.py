@@ -10,106 +10,88 @@ The README has the whole story; `python train.py --help` lists the flags.
 import argparse
 import math
 import os
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
-from resnet_cifar10 import arguments, checkpoint, quiet, startup
-from resnet_cifar10.failure import fail, fail_together
+from resnet_cifar10 import arguments, checkpoint, files, quiet, startup
+from resnet_cifar10.failure import fail, fail_clearly, fail_together
 
-PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini")
+PLUGINS = {  # and the precisions of each, its default first
+    "torch_ddp": ("fp32",),
+    "torch_ddp_fp16": ("fp16",),
+    "low_level_zero": ("fp16", "bf16", "fp32"),
+    "gemini": ("fp16", "bf16"),
+}
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train ResNet-18 on CIFAR-10 with ColossalAI's Booster.")
+    parser = argparse.ArgumentParser(
+        description="Train ResNet-18 on CIFAR-10 with ColossalAI's Booster.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.error = fail
-    parser.add_argument(
-        "-p",
-        "--plugin",
-        default="torch_ddp",
-        choices=PLUGINS,
-        help="how the Booster distributes the training (default: %(default)s)",
-    )
-    parser.add_argument(
-        "-r",
-        "--resume",
-        type=arguments.resume_epoch,
-        default=-1,
-        help="epoch of the checkpoint to resume from, or latest; -1: none (default: %(default)s)",
-    )
-    parser.add_argument(
-        "-c",
-        "--checkpoint",
-        type=Path,
-        default="./checkpoint",
-        help="folder of the checkpoints, made when absent (default: %(default)s)",
-    )
-    parser.add_argument(
-        "-i",
-        "--interval",
-        type=arguments.natural_int,
-        default=5,
-        help="save every so many epochs, and after the last; 0: never (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--target_acc",
-        type=arguments.accuracy,
-        help="accuracy in (0, 1] to reach; a run that ends below it fails (default: none)",
-    )
-    parser.add_argument("--epochs", type=arguments.positive_int, default=80, help="(default: %(default)s)")
-    parser.add_argument(
-        "--batch_size",
-        type=arguments.batch_size,
-        default=100,
-        help="images per process and step (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--lr",
-        type=arguments.learning_rate,
-        default=1e-3,
-        help="learning rate of one process, scaled linearly by the number of processes (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=arguments.seed, default=1024, help="(default: %(default)s)")
-    parser.add_argument("--dummy", action="store_true", help="train on generated images: no download")
-    parser.add_argument("--eager", action="store_true", help="launch every kernel from Python: no CUDA graphs")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("-p", "--plugin", default="torch_ddp", choices=PLUGINS, help="how the Booster distributes the training")
+    add("--precision", choices=("fp32", "fp16", "bf16"), help="of low_level_zero or (no fp32) gemini; if absent, fp16")
+    add("-r", "--resume", type=arguments.resume_epoch, default=-1, help="epoch to resume from, or latest; -1: none")
+    add("-c", "--checkpoint", type=Path, default="./checkpoint", help="folder of the checkpoints, made when absent")
+    add("-i", "--interval", type=arguments.natural_int, default=5, help="save every so many epochs; 0: never")
+    add("--eval_interval", type=arguments.natural_int, default=0, help="evaluate every so many epochs; 0: at the end")
+    add("--target_acc", type=arguments.accuracy, help="accuracy in (0, 1] to reach; a run that ends below it fails")
+    add("--log_dir", type=Path, help="folder for metrics.jsonl and TensorBoard's curves, made when absent")
+    add("--epochs", type=arguments.positive_int, default=80, help="in all, those resumed from included")
+    add("--batch_size", type=arguments.batch_size, default=100, help="images per process and step")
+    add("--lr", type=arguments.learning_rate, default=1e-3, help="learning rate of one process, scaled by their number")
+    add("--seed", type=arguments.seed, default=1024, help="of weights, order and augmentation")
+    add("--dummy", action="store_true", help="train on generated images: no download")
+    add("--eager", action="store_true", help="launch every kernel from Python: no CUDA graphs")
+    args = parser.parse_args()
+    if args.precision not in (None, *PLUGINS[args.plugin]):
+        fail(f"-p {args.plugin} has no --precision {args.precision}: it has {', '.join(PLUGINS[args.plugin])}")
+    return args
 
 
-def make_plugin(name: str):
+def make_plugin(name: str, precision: str | None = None):
     """ColossalAI's plugin for one of the :data:`PLUGINS`: the one place in which the four ways to train differ."""
     from colossalai.accelerator import get_accelerator
     from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 
     from resnet_cifar10.cpu import CPUTorchDDPPlugin
 
+    precision = precision or PLUGINS[name][0]
     if name == "low_level_zero":
         # To overlap communication with the backward pass, ZeRO waits for the whole GPU: with graphs, for nothing
-        return LowLevelZeroPlugin(initial_scale=2**5, overlap_communication=False)
+        return LowLevelZeroPlugin(precision=precision, initial_scale=2**5, overlap_communication=False)
     if name == "gemini":
         # To reduce on another stream, Gemini waits for that stream in each step: for nothing, with one chunk
-        return GeminiPlugin(initial_scale=2**5, enable_async_reduce=False)
+        return GeminiPlugin(precision=precision, initial_scale=2**5, enable_async_reduce=False)
     # All gradients are reduced at once and where they are; BatchNorm's statistics are averaged after each epoch
     options = dict(bucket_cap_mb=100, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
     return (TorchDDPPlugin if get_accelerator().name == "cuda" else CPUTorchDDPPlugin)(**options)
 
 
-def check_checkpoints(args: argparse.Namespace) -> None:
-    """Raise an OSError or ValueError where the run could not resume, or not save."""
+def check_folders(args: argparse.Namespace) -> None:
+    """Raise an OSError or ValueError where the run could not resume, save or log."""
     if args.resume != "latest" and args.resume > args.epochs:
         raise ValueError(f"--resume {args.resume} is beyond --epochs {args.epochs}")
     if args.resume not in (-1, "latest"):
         checkpoint.check_exists(args.checkpoint, args.resume)
     if args.interval and os.environ["LOCAL_RANK"] == "0":
-        checkpoint.make_folder(args.checkpoint)
+        files.make_folder(args.checkpoint)
+    if args.log_dir and os.environ["RANK"] == "0":
+        files.make_folder(args.log_dir)
 
 
 def main() -> None:
+    started = time.perf_counter()
     args = parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # into files and pipes, too
     startup.be_a_launcher_of_one()
     if startup.is_one_node():  # of several, one that failed now would leave the others waiting
-        try:
-            check_checkpoints(args)
-        except (OSError, ValueError) as error:
-            fail(error)
+        with fail_clearly():
+            check_folders(args)
     startup.check_devices(args.plugin)
     quiet.silence_the_harmless()
 
@@ -126,12 +108,17 @@ def main() -> None:
     from torchvision.models import resnet18
     from tqdm import tqdm
 
-    from resnet_cifar10 import cpu, cuda_graphs, data, zero
-    from resnet_cifar10.evaluation import accuracy_line, average_batch_norm_statistics, evaluate
+    from resnet_cifar10 import cpu, cuda_graphs, data, metrics, zero
+    from resnet_cifar10.evaluation import (
+        accuracy_line,
+        accuracy_of,
+        average_batch_norm_statistics,
+        confusion_matrix,
+    )
 
     # Launch: one process per GPU, each of which runs this file
     if get_accelerator().name == "cuda":
-        startup.check_cuda_toolkit()
+        startup.check_kernels()
     else:
         cpu.register_cpu_adam()
     colossalai.launch_from_torch(seed=args.seed, verbose=False)
@@ -139,10 +126,10 @@ def main() -> None:
     device = get_accelerator().get_current_device()
 
     with fail_together():
-        check_checkpoints(args)
+        check_folders(args)
 
     # Plugin: DDP, ZeRO or Gemini, for the Booster to apply
-    plugin = make_plugin(args.plugin)
+    plugin = make_plugin(args.plugin, args.precision)
     booster = Booster(plugin=plugin, mixed_precision="fp16" if args.plugin == "torch_ddp_fp16" else None)
 
     # Data: whole on the device; the plugin shards it, and collate_fn passes on the batches the data set has made
@@ -187,16 +174,19 @@ def main() -> None:
         args.resume = checkpoint.agree_on_latest(args.checkpoint)
     if args.resume != -1:
         checkpoint.load(booster, model, optimizer, lr_scheduler, args.checkpoint, args.resume)
+    done = max(args.resume, 0)
+    log = metrics.open_log(args.log_dir, done)
 
     # Train
-    for epoch in range(max(args.resume, 0) + 1, args.epochs + 1):
+    history, saved = [], 0
+    for epoch in range(done + 1, args.epochs + 1):
         model.train()
         train_loader.sampler.set_epoch(epoch)
         train_set.set_epoch(epoch)
         loss_sum = torch.zeros((), device=device)
-        with tqdm(
-            total=len(train_loader), desc=f"Epoch [{epoch}/{args.epochs}]", disable=not coordinator.is_master()
-        ) as progress:
+        start = time.perf_counter()
+        description, is_silent = f"Epoch [{epoch}/{args.epochs}]", not coordinator.is_master()
+        with tqdm(total=len(train_loader), desc=description, leave=False, disable=is_silent) as progress:
             for step, (images, labels) in enumerate(train_loader):
                 loss = criterion(model(images), labels)
                 booster.backward(loss, optimizer)
@@ -207,18 +197,39 @@ def main() -> None:
                     progress.set_postfix(loss=f"{loss.item():.4f}")
                 progress.update()
             dist.all_reduce(loss_sum)
-            mean_loss = loss_sum.item() / (len(train_loader) * coordinator.world_size)
-            progress.set_postfix(mean_loss=f"{mean_loss:.4f}")
+            steps = len(train_loader) * coordinator.world_size
+            mean_loss = loss_sum.item() / steps
+        seconds = time.perf_counter() - start
         if not math.isfinite(mean_loss):
             fail(f"the mean loss of epoch {epoch} is {mean_loss}: nothing of it is saved; try a lower --lr")
-        lr_scheduler.step()
         average_batch_norm_statistics(model)
 
-        if args.interval and (epoch % args.interval == 0 or epoch == args.epochs):
-            checkpoint.save(booster, model, optimizer, lr_scheduler, args.checkpoint, epoch)
+        is_last = epoch == args.epochs
+        is_measured = is_last or args.eval_interval and epoch % args.eval_interval == 0
+        accuracy = accuracy_of(confusion_matrix(model, test_images, test_labels)) if is_measured else None
+        history.append(
+            {
+                "epoch": epoch,
+                "loss": mean_loss,
+                "learning_rate": lr_scheduler.get_last_lr()[0],
+                "accuracy": accuracy,
+                "images_per_second": steps * args.batch_size / seconds,
+                "seconds": seconds,
+                "loss_scale": checkpoint.loss_scaling(optimizer)["loss_scale"] or None,
+                "peak_memory": torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None,
+            }
+        )
+        coordinator.print_on_master(metrics.epoch_line(history[-1], args.epochs))
+        log(history[-1])  # before it is saved: an epoch to resume from has been logged
+        lr_scheduler.step()
 
-    # Evaluate
-    accuracy = evaluate(model, test_images, test_labels)
+        if args.interval and (is_last or epoch % args.interval == 0):
+            checkpoint.save(booster, model, optimizer, lr_scheduler, args.checkpoint, epoch)
+            saved += 1
+
+    if done >= args.epochs:
+        accuracy = accuracy_of(confusion_matrix(model, test_images, test_labels))
+    coordinator.print_on_master(metrics.summary_line(history, time.perf_counter() - started, saved))
     coordinator.print_on_master(accuracy_line(accuracy))
     if args.target_acc and accuracy < args.target_acc:
         fail(f"the accuracy, {accuracy:.4f}, is below --target_acc {args.target_acc}")

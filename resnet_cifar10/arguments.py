@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 
 def _checked(convert: Callable, holds: Callable, wanted: str) -> Callable:
@@ -30,3 +31,9 @@ resume_epoch = _checked(
     lambda epoch: epoch == "latest" or epoch == -1 or epoch > 0,
     'an epoch (1 or above), "latest", or -1 for none',
 )
+epoch = _checked(
+    lambda text: text if text in ("latest", "all") else int(text),
+    lambda epoch: epoch in ("latest", "all") or epoch > 0,
+    'an epoch (1 or above), "latest", or "all"',
+)
+png = _checked(Path, lambda path: path.suffix == ".png", "the name of a file that ends in .png")

@@ -14,6 +14,7 @@ from torchvision.datasets import CIFAR10, ImageFolder
 Split = tuple[Tensor, Tensor]
 """Images, uint8 of shape (N, 3, 32, 32), and their labels, int64 of shape (N,)."""
 
+CLASSES = 10
 PADDING = 4
 
 
@@ -60,7 +61,7 @@ def _load_image_folder(root: Path, split: str) -> Split:
     except OSError as error:
         raise ValueError(f"cannot read the image folder {root.absolute()}: {error}") from error
     for name, folder in folders.items():
-        if len(folder.classes) != 10:
+        if len(folder.classes) != CLASSES:
             raise ValueError(f"{root / name} has {len(folder.classes)} classes, not ten: {', '.join(folder.classes)}")
     if folders["train"].classes != folders["test"].classes:
         odd = sorted(set(folders["train"].classes) ^ set(folders["test"].classes))
@@ -79,6 +80,13 @@ def _load_image_folder(root: Path, split: str) -> Split:
     return _channels_first(np.stack(images)), torch.tensor(folder.targets)
 
 
+def class_names(root: Path) -> list[str]:
+    """The names of the classes of the data set in ``root``, which :func:`load_split` has read, in the labels' order."""
+    if (root / "train").exists():
+        return ImageFolder(str(root / "test")).classes
+    return "airplane automobile bird cat deer dog frog horse ship truck".split()
+
+
 def _channels_first(images: np.ndarray) -> Tensor:
     return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
 
@@ -88,10 +96,10 @@ def generate_split(split: str, seed: int = 0) -> Split:
 
     A class is a pattern of 4x4 coloured tiles; an image is its class's pattern, faint under much noise.
     """
-    patterns = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
+    patterns = torch.randn(CLASSES, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
     patterns = F.interpolate(patterns, size=(32, 32), mode="nearest")
     size, noise_seed = (10_000, seed + 1) if split == "train" else (2_000, seed + 2)
-    labels = torch.arange(size) % 10
+    labels = torch.arange(size) % CLASSES
     noise = torch.randn(size, 3, 32, 32, generator=torch.Generator().manual_seed(noise_seed))
     return (128 + 16 * patterns[labels] + 48 * noise).clamp_(0, 255).to(torch.uint8), labels
 

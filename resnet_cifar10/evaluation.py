@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from resnet_cifar10.data import to_float
+from resnet_cifar10.data import CLASSES, to_float
 
 BATCH_SIZE = 500
 
@@ -26,19 +26,22 @@ def average_batch_norm_statistics(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of ``images`` that ``model`` classifies as their ``labels`` say, in [0, 1].
+def confusion_matrix(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Count what ``model`` takes ``images`` for.
 
     Each image counts once. With a process group, the processes take turns at the batches, all of them must call this
-    with the same images, and all get the same number. Rows of padding, labelled -1, make all batches equally large and
+    with the same images, and all get the same numbers. Rows of padding, labelled -1, make all batches equally large and
     give each process as many: DDP and Gemini communicate in forward, and an image's logits can depend on the shape of
     its batch.
 
     Args:
-        model: gives logits of shape (B, classes) for float32 images of shape (B, 3, 32, 32) in [0, 1]; left in
-            evaluation mode.
+        model: gives logits of shape (B, 10) for float32 images of shape (B, 3, 32, 32) in [0, 1]; left in evaluation
+            mode.
         images: uint8 of shape (N, 3, 32, 32), on the model's device.
         labels: int64 of shape (N,), there too.
+
+    Returns:
+        int64 of shape (10, 10), on the CPU: how many images of each class (row) were taken for each class (column).
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     padding = -len(labels) % (BATCH_SIZE * world_size)
@@ -46,12 +49,18 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     targets = F.pad(labels, (0, padding), value=-1).split(BATCH_SIZE)[rank::world_size]
 
     model.eval()
-    correct = torch.zeros((), dtype=torch.int64, device=labels.device)
+    counts = torch.zeros(CLASSES + 1, CLASSES, dtype=torch.int64, device=labels.device)  # the last row for the padding
     for batch, target in zip(batches, targets):
-        correct += (model(to_float(batch)).argmax(dim=1) == target).sum()
+        guesses = model(to_float(batch)).argmax(dim=1)
+        counts.index_put_((target, guesses), torch.ones_like(target), accumulate=True)
     if world_size > 1:
-        dist.all_reduce(correct)
-    return correct.item() / len(labels)
+        dist.all_reduce(counts)
+    return counts[:CLASSES].cpu()
+
+
+def accuracy_of(confusion: Tensor) -> float:
+    """The share of images, in [0, 1], that a :func:`confusion_matrix` counts in their own class."""
+    return confusion.trace().item() / confusion.sum().item()
 
 
 def accuracy_line(accuracy: float) -> str:

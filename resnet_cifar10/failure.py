@@ -23,6 +23,15 @@ def fail(message: object) -> NoReturn:
 
 
 @contextmanager
+def fail_clearly() -> Iterator[None]:
+    """Let an :class:`OSError` or :class:`ValueError` in the block end this process, by :func:`fail`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        fail(error)
+
+
+@contextmanager
 def fail_together() -> Iterator[None]:
     """Let an :class:`OSError` or :class:`ValueError` that any process raises in the block end all of them.
 

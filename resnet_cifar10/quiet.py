@@ -19,9 +19,15 @@ HARMLESS = (
 
 
 def silence_the_harmless() -> None:
-    """Call before ColossalAI is imported. Other warnings, and all errors, are shown as ever."""
+    """Call before anything else imports ColossalAI. Other warnings, and all errors, are shown as ever."""
     for category, message in HARMLESS:
         warnings.filterwarnings("ignore", message=message, category=category)
     # bitsandbytes, which ColossalAI imports, misses a kernel for 4-bit numbers
     kernels = logging.getLogger("bitsandbytes.backends.cpu.ops")
     kernels.addFilter(lambda record: "gemm_4bit_forward" not in record.getMessage())
+
+    from colossalai.kernel.extensions import cpp_extension, cuda_extension
+
+    # Loading a kernel prints two lines in each process; that one is being compiled, train.py says once
+    for module in (cpp_extension, cuda_extension):
+        module.print = lambda line: None if line.startswith("[extension]") else print(line)

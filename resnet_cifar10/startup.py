@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from resnet_cifar10.failure import fail
 
@@ -68,22 +69,38 @@ def check_devices(plugin: str) -> None:
         fail(f"{processes} processes on a node with {gpus} GPU(s): start at most {gpus} with --nproc_per_node")
 
 
-def check_cuda_toolkit() -> None:
+def check_kernels() -> None:
     """Fail where HybridAdam could not build its CUDA kernels, for want of nvcc or one of PyTorch's CUDA version.
 
-    ColossalAI asks for the toolkit even when the kernels are built already.
+    ColossalAI asks for the toolkit even when the kernels are built already. Where they are not, say that they will be.
     """
-    from colossalai.kernel.kernel_loader import FusedOptimizerLoader
+    from colossalai.kernel.kernel_loader import CPUAdamLoader, FusedOptimizerLoader
 
-    for extension in FusedOptimizerLoader.REGISTRY:
+    kernels = [kernel() for loader in (CPUAdamLoader, FusedOptimizerLoader) for kernel in loader.REGISTRY]
+    kernels = [kernel for kernel in kernels if kernel.is_available()]
+    for kernel in kernels:
         try:
-            extension().assert_compatible()
+            kernel.assert_compatible()
         except Exception as error:  # ColossalAI raises AssertionError, FileNotFoundError, ValueError and Exception here
             fail(
                 f"HybridAdam compiles CUDA kernels and cannot: {error} "
                 "Install the CUDA toolkit of the version PyTorch was built with and set CUDA_HOME to its folder, "
                 "the one that holds bin/nvcc."
             )
+    missing = [kernel.name for kernel in kernels if not _is_built(kernel)]
+    if missing and os.environ["LOCAL_RANK"] == "0":
+        print(
+            f"compiling {' and '.join(missing)}, HybridAdam's CUDA kernels: up to two minutes, once on this machine",
+            flush=True,
+        )
+
+
+def _is_built(kernel) -> bool:
+    try:
+        kernel.import_op()  # with ColossalAI, when it was installed
+        return True
+    except ImportError:
+        return (Path(kernel.get_jit_extension_folder_path()) / f"{kernel.name}.so").exists()
 
 
 def leave() -> None:

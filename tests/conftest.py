@@ -25,7 +25,7 @@ class Run:
     """A finished command: its exit code, what it wrote, and the lines of that which matter here."""
 
     def __init__(self, returncode: int, stdout: str, stderr: str):
-        self.returncode = returncode
+        self.returncode, self.stdout = returncode, stdout
         self.output = (stdout + stderr).replace("\r", "\n")
         self.errors = re.findall(r"^error: .*$", stderr, re.MULTILINE)
         self.accuracies = re.findall(r"^Accuracy of the model on the test images: (\d+\.\d\d) %$", stdout, re.MULTILINE)

@@ -1,13 +1,16 @@
 """The scripts as users run them, on a small image folder."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from colossalai.kernel.kernel_loader import CPUAdamLoader, FusedOptimizerLoader
 from conftest import ROOT, TRAIN, colossalai_run, python, torchrun, weights
 from torchvision.models import resnet18
 
 from resnet_cifar10.checkpoint import PARTS
+from resnet_cifar10.startup import check_devices, check_kernels
 
 
 def files(folder):
@@ -18,8 +21,14 @@ def test_training_reports_and_saves(trained):
     folder, run = trained
     assert files(folder) == sorted(f"{part}_{epoch}.pth" for part in PARTS for epoch in (1, 2, 3))
     for epoch in (1, 2, 3):
-        assert re.search(rf"Epoch \[{epoch}/3\]: 100%.* 6/6 .*mean_loss=\d+\.\d{{4}}", run.output)
-    assert len(run.accuracies) == 1
+        assert re.search(rf"Epoch \[{epoch}/3\]: +\d+%.* \d/6 \[\d\d:\d\d<.*, loss=\d+\.\d{{4}}", run.output)
+        line = rf"(?m)^Epoch \[{epoch}/3\]: mean loss \d+\.\d{{4}}, learning rate 0.002, [\d,]+ images/s, \d+\.\d s"
+        assert len(re.findall(line + (rf", accuracy {run.accuracies[0]} %$" if epoch == 3 else "$"), run.stdout)) == 1
+    summary, accuracy = run.stdout.splitlines()[-2:]
+    assert re.fullmatch(
+        r"Trained 3 epoch\(s\) in \d+\.\d s, [\d,]+ images/s while training, 3 checkpoint\(s\) written", summary
+    )
+    assert accuracy == f"Accuracy of the model on the test images: {run.accuracies[0]} %"
     resnet18(num_classes=10).load_state_dict(weights(folder, 3))
 
 
@@ -36,26 +45,6 @@ def test_only_the_harmless_is_silenced():
     code += "warnings.warn('TypedStorage is deprecated', FutureWarning)"
     output = python("-c", code).succeeded().output
     assert "apex" not in output and "Please look out" in output and "TypedStorage" in output
-
-
-def test_eval_prints_what_training_printed(trained, images):
-    folder, run = trained
-    evaluated = python("eval.py", "-c", folder, "-e", 3, DATA=images).succeeded()
-    assert evaluated.accuracies == run.accuracies
-    assert "colossalai" not in evaluated.output.lower()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_eval_takes_half_precision(checkpoint, images, dtype):
-    model = {name: tensor.to(dtype) for name, tensor in weights(checkpoint, 3).items()}
-    torch.save(model, checkpoint / "model_9.pth")
-    assert python("eval.py", "-c", checkpoint, "-e", 9, DATA=images).succeeded().accuracies
-
-
-def test_eval_does_not_import_colossalai():
-    imports = "import sys, runpy; sys.argv[1:] = ['-e', '7', '-c', '/nowhere']\n"
-    code = imports + "import resnet_cifar10.data, resnet_cifar10.evaluation, resnet_cifar10.checkpoint\n"
-    assert python("-c", code + "assert 'colossalai' not in sys.modules").succeeded()
 
 
 def test_three_processes_through_colossalai_run_save_every_other_epoch_and_the_last(tmp_path, images):
@@ -103,11 +92,14 @@ def test_a_missed_target_fails_through_every_launcher(launch, images):
         (("--batch_size", "1"), ("--batch_size", "at least two images")),
         (("-r", "81"), ("--resume 81 is beyond --epochs 80",)),
         (("-r", "newest"), ("--resume", "latest")),
-        (("-c", "x" * 300), ("cannot write checkpoints", "too long")),
+        (("-c", "x" * 300), ("cannot write to", "too long")),
         (("-i", "-1"), ("--interval",)),
         (("--seed", "-1"), ("--seed",)),
         (("-r", "0"), ("--resume",)),
         (("-p", "ddp"), ("invalid choice", "low_level_zero")),
+        (("--precision", "bf16"), ("-p torch_ddp has no --precision bf16: it has fp32",)),
+        (("-p", "gemini", "--precision", "fp32"), ("gemini has no --precision fp32: it has fp16, bf16",)),
+        (("--eval_interval", "-1"), ("--eval_interval",)),
         (("--colour", "blue"), ("unrecognized arguments: --colour blue",)),
         (("-r", "5", "-c", "/nowhere"), ("no checkpoint of epoch 5 in /nowhere", "none at all")),
     ],
@@ -126,8 +118,8 @@ def test_plugins_that_need_a_gpu(plugin):
 
 def test_checkpoint_folder_that_is_a_file_or_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    torchrun(2, "train.py", "--dummy", "-c", tmp_path / "file").failed_with("cannot write checkpoints to", "file")
-    torchrun(2, "train.py", "--dummy", "-c", "/proc/x").failed_with("cannot write checkpoints to /proc/x")
+    torchrun(2, "train.py", "--dummy", "-c", tmp_path / "file").failed_with("cannot write to", "file")
+    torchrun(2, "train.py", "--dummy", "-c", "/proc/x").failed_with("cannot write to /proc/x")
 
 
 def test_missing_and_incomplete_checkpoints_name_what_there_is(checkpoint):
@@ -154,16 +146,27 @@ def test_fewer_images_than_a_step_takes(images):
     torchrun(2, "train.py", "-i", 0, DATA=images).failed_with("120 training images do not fill one step")
 
 
-def test_help_names_every_flag():
-    text = python("train.py", "--help").succeeded().output
-    for flag in "plugin resume checkpoint interval target_acc epochs batch_size lr seed dummy".split():
-        assert f"--{flag}" in text
-    assert "--dummy" in python("eval.py", "--help").succeeded().output
+@pytest.mark.parametrize("script, flags", [("train.py", 14), ("eval.py", 5)])
+def test_help_and_readme_name_every_flag(script, flags):
+    text = python(script, "--help").succeeded().output
+    found = set(
+        re.findall(r"^  (?:-\w [A-Z]*, )?(--\w+)", text.replace(" {torch_ddp", " P{torch_ddp"), re.MULTILINE)
+    ) - {"--help"}
+    assert len(found) == flags
+    (table,) = re.findall(rf"### Flags of `{script}`\n(.*?)\n#", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert set(re.findall(r"^\| .*`(--\w+)` \|", table, re.MULTILINE)) == found
+
+
+@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+def test_bad_arguments_are_answered_before_the_slow_imports(script):
+    for arguments in (["--help"], ["--colour"], ["-c", "/nowhere", "-r" if script == "train.py" else "-e", "5"]):
+        code = f"import sys, runpy; sys.argv = {[script, *arguments]}\n"
+        code += f"try: runpy.run_path('{script}', run_name='__main__')\n"
+        code += "finally: print('slow:', [name for name in ('torch', 'colossalai', 'numpy') if name in sys.modules])"
+        assert "slow: []" in python("-c", code).output
 
 
 def test_more_processes_than_gpus(monkeypatch):
-    from resnet_cifar10.startup import check_devices
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -173,12 +176,38 @@ def test_more_processes_than_gpus(monkeypatch):
         check_devices("gemini")
 
 
-def test_no_cuda_toolkit(monkeypatch):
-    from resnet_cifar10.startup import check_cuda_toolkit
+@pytest.fixture
+def cuda_kernels(monkeypatch, tmp_path):
+    """HybridAdam's kernels, as if there were a GPU, and a folder for them that is empty."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
 
+
+def test_no_cuda_toolkit(monkeypatch, cuda_kernels):
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
     with pytest.raises(SystemExit, match=r"HybridAdam compiles CUDA kernels and cannot: .*CUDA_HOME"):
-        check_cuda_toolkit()
+        check_kernels()
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(ROOT))
     with pytest.raises(SystemExit, match="nvcc"):
-        check_cuda_toolkit()
+        check_kernels()
+
+
+def test_a_line_while_kernels_compile(monkeypatch, cuda_kernels, capsys):
+    """Only where they are not there yet, and once a node."""
+    kernels = (CPUAdamLoader.REGISTRY[0], FusedOptimizerLoader.REGISTRY[0])
+    for kernel in kernels:
+        monkeypatch.setattr(kernel, "assert_compatible", lambda self: None)
+    check_kernels()
+    assert capsys.readouterr().out.startswith("compiling cpu_adam_x86 and fused_optim_cuda, HybridAdam's CUDA kernels")
+    folder = Path(kernels[0].get_jit_extension_folder_path())
+    folder.mkdir(parents=True)
+    (folder / "cpu_adam_x86.so").touch()
+    check_kernels()
+    assert capsys.readouterr().out.startswith("compiling fused_optim_cuda, HybridAdam's")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    check_kernels()
+    (folder / "fused_optim_cuda.so").touch()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    check_kernels()
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,75 @@
+"""What eval.py prints and draws of the confusion matrices that :mod:`resnet_cifar10.evaluation` counts."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from resnet_cifar10.evaluation import accuracy_of
+from resnet_cifar10.files import replacement
+
+
+def best_epoch(confusions: dict[int, Tensor]) -> int:
+    """The epoch with the highest accuracy; of several, the first."""
+    return max(confusions, key=lambda epoch: (accuracy_of(confusions[epoch]), -epoch))
+
+
+def accuracy_table(confusions: dict[int, Tensor]) -> str:
+    """A line for each epoch; the best is marked."""
+    best = best_epoch(confusions)
+    rows = [
+        f"{epoch:5}  {100 * accuracy_of(confusion):6.2f} %{'  best' if epoch == best else ''}"
+        for epoch, confusion in confusions.items()
+    ]
+    return "\n".join(["epoch  accuracy", *rows])
+
+
+def class_table(confusion: Tensor, names: list[str], most: int = 5) -> str:
+    """A line for each class, and one for each of the ``most`` confused pairs of classes."""
+    width = max(map(len, ["class", *names]))
+    lines = [f"{'class':{width}}  accuracy  images"]
+    for name, row, right in zip(names, confusion, confusion.diagonal().tolist()):
+        images = row.sum().item()
+        lines.append(f"{name:{width}}  {100 * right / images:6.2f} %  {images:6}")
+    mistakes = confusion.clone().fill_diagonal_(0)
+    pairs = [divmod(pair, len(names)) for pair in mistakes.flatten().argsort(descending=True, stable=True).tolist()]
+    for i, j in pairs[:most]:
+        if mistakes[i, j]:
+            lines.append(f"{names[i]} taken for {names[j]}: {mistakes[i, j]} times")
+    return "\n".join(lines)
+
+
+def plot(path: Path, confusions: dict[int, Tensor], names: list[str]) -> None:
+    """Draw the confusion matrix of the best epoch and, of several epochs, the accuracies, into a PNG file.
+
+    Raises:
+        ImportError: without matplotlib.
+        OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    best = best_epoch(confusions)
+    confusion = confusions[best]
+    several = len(confusions) > 1
+    figure = Figure(figsize=(11 if several else 6, 5), layout="constrained")
+    axes = figure.subplots(1, 2 if several else 1, squeeze=False)[0]
+
+    shares = confusion / confusion.sum(dim=1, keepdim=True)
+    axes[0].imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes[0].set_xticks(range(len(names)), names, rotation=45, ha="right")
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].set(title=f"Epoch {best}: {100 * accuracy_of(confusion):.2f} %", xlabel="taken for", ylabel="class")
+    for i, row in enumerate(confusion.tolist()):
+        for j, count in enumerate(row):
+            axes[0].text(
+                j, i, count, ha="center", va="center", size=8, color="white" if shares[i, j] > 0.5 else "black"
+            )
+
+    if several:
+        axes[1].plot(list(confusions), [100 * accuracy_of(confusion) for confusion in confusions.values()], marker="o")
+        axes[1].set(title="Test images", xlabel="epoch", ylabel="accuracy in %")
+        axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes[1].grid(alpha=0.3)
+
+    with replacement(path) as new:
+        figure.savefig(new, format="png", dpi=100)

@@ -1,0 +1,116 @@
+"""What eval.py makes of one checkpoint, and of several."""
+
+import re
+
+import pytest
+import torch
+from conftest import CLASSES, python, weights
+
+from resnet_cifar10.report import accuracy_table, class_table
+
+WITHOUT_MATPLOTLIB = (
+    "import sys, runpy; sys.modules['matplotlib'] = None; runpy.run_path('eval.py', run_name='__main__')"
+)
+
+
+def test_the_same_as_training_printed(trained, images):
+    folder, run = trained
+    evaluated = python("eval.py", "-c", folder, "-e", 3, DATA=images).succeeded()
+    assert evaluated.accuracies == run.accuracies
+    assert "colossalai" not in evaluated.output.lower()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(checkpoint, images, dtype):
+    model = {name: tensor.to(dtype) for name, tensor in weights(checkpoint, 3).items()}
+    torch.save(model, checkpoint / "model_9.pth")
+    assert python("eval.py", "-c", checkpoint, "-e", 9, DATA=images).succeeded().accuracies
+
+
+def test_colossalai_is_not_imported():
+    code = "import sys, eval, resnet_cifar10.report, resnet_cifar10.data, resnet_cifar10.checkpoint\n"
+    assert python("-c", code + "assert 'colossalai' not in sys.modules").succeeded()
+
+
+def test_several_latest_and_all(trained, images):
+    folder, run = trained
+    outputs = {}
+    for asked in (["all"], ["3", "1"], ["latest"]):
+        outputs[asked[0]] = python("eval.py", "-c", folder, "-e", *asked, DATA=images).succeeded()
+    rows = re.findall(r"^ +(\d)  +(\d+\.\d\d) %(  best)?$", outputs["all"].stdout, re.MULTILINE)
+    assert [epoch for epoch, _, _ in rows] == ["1", "2", "3"] and rows[2][1] == run.accuracies[0]
+    best = max(rows, key=lambda row: float(row[1]))
+    assert [row for row in rows if row[2]] == [best]
+    two = re.findall(r"^ +(\d)  +(\d+\.\d\d) %", outputs["3"].stdout, re.MULTILINE)
+    assert two == [row[:2] for row in rows if row[0] != "2"]
+    assert outputs["latest"].stdout.splitlines()[0] == "Checkpoint of epoch 3"
+    assert outputs["latest"].accuracies == run.accuracies
+
+
+def test_per_class(trained, images):
+    folder, run = trained
+    output = python("eval.py", "-c", folder, "-e", 3, "--per_class", DATA=images).succeeded().stdout
+    rows = re.findall(r"^(\w+) +(\d+\.\d\d) % +(\d+)$", output, re.MULTILINE)
+    assert [(name, count) for name, _, count in rows] == [(name, "5") for name in CLASSES]
+    mean = sum(float(share) for _, share, _ in rows) / 10
+    assert f"{mean:.2f}" == run.accuracies[0]
+    mistakes = [int(n) for n in re.findall(r"^\w+ taken for \w+: (\d) times$", output, re.MULTILINE)]
+    assert 1 <= len(mistakes) <= 5 and mistakes == sorted(mistakes, reverse=True)
+
+
+def test_tables():
+    confusion = torch.tensor([[3, 1, 0], [0, 4, 0], [2, 0, 1]])
+    assert class_table(confusion, ["ant", "bumblebee", "cat"], most=1).splitlines() == [
+        "class      accuracy  images",
+        "ant         75.00 %       4",
+        "bumblebee  100.00 %       4",
+        "cat         33.33 %       3",
+        "cat taken for ant: 2 times",
+    ]
+    worse = torch.tensor([[1, 3, 0], [0, 4, 0], [2, 0, 1]])
+    assert accuracy_table({4: worse, 5: confusion, 10: confusion}).splitlines() == [
+        "epoch  accuracy",
+        "    4   54.55 %",
+        "    5   72.73 %  best",
+        "   10   72.73 %",
+    ]
+
+
+def test_plots(trained, tmp_path, images):
+    pytest.importorskip("matplotlib")
+    sizes = []
+    for epochs in ("3", "all"):
+        path = tmp_path / "new folder" / f"{epochs}.png"
+        python("eval.py", "-c", trained[0], "-e", epochs, "--plot", path, DATA=images).succeeded()
+        picture = path.read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        sizes.append(int.from_bytes(picture[16:20], "big"))
+    assert sizes == [600, 1100]  # pixels wide: the curve is there for several epochs alone
+    assert len(list((tmp_path / "new folder").iterdir())) == 2  # nothing else is left
+
+
+def test_matplotlib_is_optional(trained, tmp_path, images):
+    arguments = ("-c", trained[0], "-e", 3, "--plot", tmp_path / "plot.png")
+    run = python("-c", WITHOUT_MATPLOTLIB, *arguments, DATA=images).succeeded()
+    assert run.accuracies and run.output.count("pip install matplotlib") == 1
+    assert not (tmp_path / "plot.png").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("-e", "0"), ("--epoch", "'0' is not an epoch")),
+        (("-e", "newest"), ("--epoch", "latest")),
+        (("-e", "1", "7"), ("no checkpoint of epoch 7", "1, 2, 3")),
+        (("-e", "all", "-c", "/nowhere"), ("no checkpoint in /nowhere",)),
+        (("-e", "3", "--plot", "plot.jpg"), ("--plot", "ends in .png")),
+        (("-e", "3", "--plot", "/proc/none/plot.png"), ("cannot write to /proc/none",)),
+    ],
+)
+def test_bad_arguments(trained, arguments, words):
+    python("eval.py", "-c", trained[0], *arguments).failed_with(*words)
+
+
+def test_a_damaged_one_of_several_is_named(checkpoint, images):
+    (checkpoint / "model_2.pth").write_bytes(b"damaged")
+    python("eval.py", "-c", checkpoint, "-e", "all", DATA=images).failed_with("model_2.pth is damaged")
