@@ -165,7 +165,7 @@ def main() -> None:
         boosted = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
     model, optimizer, criterion, _, lr_scheduler = boosted
     if args.plugin == "low_level_zero":
-        zero.wait_once_a_step(optimizer)
+        zero.fuse_step(optimizer)
     if device.type == "cuda" and not args.eager and args.plugin != "gemini":  # which moves its parameters
         cuda_graphs.capture(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
 

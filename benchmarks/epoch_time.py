@@ -137,7 +137,7 @@ def main() -> None:
         with cuda_graphs.capturable():
             booster, model, optimizer, criterion = boosted(plugin)
         if args.plugin == "low_level_zero":
-            zero.wait_once_a_step(optimizer)
+            zero.fuse_step(optimizer)
         if device.type == "cuda" and args.plugin != "gemini" and not args.eager:
             cuda_graphs.capture(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
         return steps_of(booster, model, optimizer, criterion, endless(loader), read_loss=False)

@@ -46,6 +46,57 @@ def failure():
     print("went on", flush=True)
 
 
+def zero_steps():
+    """ColossalAI's ZeRO step and the fused one, on a CPU: after each, in every precision, all bits must be equal."""
+    from contextlib import nullcontext
+    from unittest.mock import Mock, patch
+
+    from colossalai.accelerator.cpu_accelerator import CpuAccelerator
+    from colossalai.nn.optimizer import HybridAdam
+    from colossalai.zero import LowLevelZeroOptimizer
+
+    from resnet_cifar10 import cpu, zero
+
+    def run(dtype, fused, **options):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)).to(dtype)
+        optimizer = LowLevelZeroOptimizer(HybridAdam(model.parameters(), lr=0.1), initial_scale=2**5, **options)
+        if fused:
+            zero.fuse_step(optimizer)
+        return model, optimizer
+
+    cpu.register_cpu_adam()
+    streams = {name: Mock() for name in ("Stream", "current_stream")}
+    patch.multiple(CpuAccelerator, device_count=Mock(), stream=lambda *_: nullcontext(), **streams).start()
+    patch.object(LowLevelZeroOptimizer, "_sanity_checks").start()  # a GPU is there
+    seed = 0 if dist.get_world_size() > 2 else dist.get_rank()  # a sum of three depends on their order
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        scales, runs = [], [run(dtype, fused, hysteresis=1, growth_interval=2) for fused in (False, True)]
+        assert ["step" in vars(optimizer) for _, optimizer in runs] == [False, True]
+        for step in range(8):
+            torch.manual_seed(100 * step + seed)
+            images, labels = torch.randn(4, 7).to(dtype), torch.randint(0, 3, (4,))
+            if dtype == torch.float16 and step == 4 and dist.get_rank() == dist.get_world_size() - 1:
+                images[0, 0] = torch.inf  # gradients overflow, in one process
+            for model, optimizer in runs:
+                optimizer.backward(torch.nn.functional.cross_entropy(model(images).float(), labels))
+                optimizer.step()
+                optimizer.zero_grad()
+            (model, optimizer), (fused_model, fused_optimizer) = runs
+            torch.testing.assert_close(fused_model.state_dict(), model.state_dict(), rtol=0, atol=0)
+            state = optimizer.state_dict()["state"]
+            torch.testing.assert_close(fused_optimizer.state_dict()["state"], state, rtol=0, atol=0)
+            for master, fused_master in zip(*(opt._master_param_groups_of_current_rank[0] for _, opt in runs)):
+                assert torch.equal(master, fused_master) and master.isfinite().all()
+            if dtype == torch.float16:
+                scales.append(optimizer.mixed_precision_mixin.loss_scale)
+                assert scales[-1] == fused_optimizer.mixed_precision_mixin.loss_scale
+        print(f"{dtype}: equal, loss scales {scales}", flush=True)
+
+    _, clips = run(torch.float16, fused=True, clip_grad_norm=1.0)
+    assert "step" not in vars(clips)
+
+
 def boosted(plugin, *how):
     """On a GPU, as train.py does it; ``how``: "graphs", "lean" (ZeRO), "uncapturable" (it waits for the GPU)."""
     import colossalai
@@ -72,7 +123,7 @@ def boosted(plugin, *how):
         boosted = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
     model, optimizer, criterion, _, lr_scheduler = boosted
     if "lean" in how:
-        zero.wait_once_a_step(optimizer)
+        zero.fuse_step(optimizer)
     if "uncapturable" in how:
         model.unwrap().relu.register_forward_pre_hook(lambda module, inputs: (inputs[0].sum().item(), None)[1])
     if "graphs" in how:
@@ -147,7 +198,7 @@ def save_for_ever(folder):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("accuracies", "averages", "failure"):
+    if sys.argv[1] in ("accuracies", "averages", "failure", "zero_steps"):
         dist.init_process_group("gloo")
     if int(os.environ.get("RANK", 0)) > 0:
         sys.stdout = open(os.devnull, "w")
