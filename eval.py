@@ -31,9 +31,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     with fail_clearly():
-        epochs = checkpoint.find(args.checkpoint, args.epoch)
+        epochs = checkpoint.resolve_epochs(args.checkpoint, args.epoch)
         if args.plot and find_spec("matplotlib") is None:
-            print(f"matplotlib is not installed: no {args.plot}; pip install matplotlib helps", file=sys.stderr)
+            print(f"warning: no {args.plot}: pip install matplotlib first", file=sys.stderr)
             args.plot = None
         if args.plot:
             files.make_folder(args.plot.parent)
@@ -70,7 +70,7 @@ def main() -> None:
     if len(epochs) > 1:
         print(report.accuracy_table(confusions))
     else:
-        if args.epoch != epochs:  # but latest, or all
+        if args.epoch != epochs:  # it was asked for as latest, or all
             print(f"Checkpoint of epoch {best}")
         print(accuracy_line(accuracy_of(confusions[best])))
     if args.per_class:

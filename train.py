@@ -15,7 +15,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from resnet_cifar10 import arguments, checkpoint, files, quiet, startup
+from resnet_cifar10 import arguments, checkpoint, files, metrics, quiet, startup
 from resnet_cifar10.failure import fail, fail_clearly, fail_together
 
 PLUGINS = {  # and the precisions of each, its default first
@@ -50,6 +50,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.precision not in (None, *PLUGINS[args.plugin]):
         fail(f"-p {args.plugin} has no --precision {args.precision}: it has {', '.join(PLUGINS[args.plugin])}")
+    if args.resume != "latest" and args.resume > args.epochs:
+        fail(f"--resume {args.resume} is beyond --epochs {args.epochs}")
     return args
 
 
@@ -62,36 +64,47 @@ def make_plugin(name: str, precision: str | None = None):
 
     precision = precision or PLUGINS[name][0]
     if name == "low_level_zero":
-        # To overlap communication with the backward pass, ZeRO waits for the whole GPU: with graphs, for nothing
+        # To overlap communication with the backward pass, ZeRO waits for the whole GPU: no gain with graphs
         return LowLevelZeroPlugin(precision=precision, initial_scale=2**5, overlap_communication=False)
     if name == "gemini":
-        # To reduce on another stream, Gemini waits for that stream in each step: for nothing, with one chunk
+        # To reduce on another stream, Gemini waits for that stream in each step: no gain with one chunk
         return GeminiPlugin(precision=precision, initial_scale=2**5, enable_async_reduce=False)
     # All gradients are reduced at once and where they are; BatchNorm's statistics are averaged after each epoch
     options = dict(bucket_cap_mb=100, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
     return (TorchDDPPlugin if get_accelerator().name == "cuda" else CPUTorchDDPPlugin)(**options)
 
 
-def check_folders(args: argparse.Namespace) -> None:
-    """Raise an OSError or ValueError where the run could not resume, save or log."""
-    if args.resume != "latest" and args.resume > args.epochs:
-        raise ValueError(f"--resume {args.resume} is beyond --epochs {args.epochs}")
+def speed_up(name: str, model, optimizer, batch_size: int, eager: bool) -> None:
+    """Take Python's time out of the steps of what has been boosted with the plugin of that ``name``."""
+    import torch
+
+    from resnet_cifar10 import cuda_graphs, zero
+
+    if name == "low_level_zero" and not zero.fuse_step(optimizer) and os.environ["RANK"] == "0":
+        print("warning: ZeRO's step is not fused: it has other options, or another version", file=sys.stderr)
+    if torch.cuda.is_available() and not eager and name != "gemini":  # it moves its parameters, graphs need them fixed
+        cuda_graphs.capture(model, batch_size, autocast=name == "torch_ddp_fp16")
+
+
+def make_folders(args: argparse.Namespace) -> None:
+    """Make the folders to save and to log to; raise a ValueError where the run could not resume, save or log."""
     if args.resume not in (-1, "latest"):
         checkpoint.check_exists(args.checkpoint, args.resume)
     if args.interval and os.environ["LOCAL_RANK"] == "0":
         files.make_folder(args.checkpoint)
     if args.log_dir and os.environ["RANK"] == "0":
         files.make_folder(args.log_dir)
+        metrics.read(args.log_dir)
 
 
 def main() -> None:
     started = time.perf_counter()
     args = parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # into files and pipes, too
-    startup.be_a_launcher_of_one()
+    startup.set_launcher_variables()
     if startup.is_one_node():  # of several, one that failed now would leave the others waiting
         with fail_clearly():
-            check_folders(args)
+            make_folders(args)
     startup.check_devices(args.plugin)
     quiet.silence_the_harmless()
 
@@ -108,7 +121,7 @@ def main() -> None:
     from torchvision.models import resnet18
     from tqdm import tqdm
 
-    from resnet_cifar10 import cpu, cuda_graphs, data, metrics, zero
+    from resnet_cifar10 import cpu, cuda_graphs, data
     from resnet_cifar10.evaluation import (
         accuracy_line,
         accuracy_of,
@@ -125,8 +138,8 @@ def main() -> None:
     coordinator = DistCoordinator()
     device = get_accelerator().get_current_device()
 
-    with fail_together():
-        check_folders(args)
+    with fail_together():  # where there are several nodes, for the first time
+        make_folders(args)
 
     # Plugin: DDP, ZeRO or Gemini, for the Booster to apply
     plugin = make_plugin(args.plugin, args.precision)
@@ -164,22 +177,19 @@ def main() -> None:
     with cuda_graphs.capturable():
         boosted = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
     model, optimizer, criterion, _, lr_scheduler = boosted
-    if args.plugin == "low_level_zero":
-        zero.fuse_step(optimizer)
-    if device.type == "cuda" and not args.eager and args.plugin != "gemini":  # which moves its parameters
-        cuda_graphs.capture(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
+    speed_up(args.plugin, model, optimizer, args.batch_size, args.eager)
 
     # Resume
     if args.resume == "latest":
         args.resume = checkpoint.agree_on_latest(args.checkpoint)
     if args.resume != -1:
         checkpoint.load(booster, model, optimizer, lr_scheduler, args.checkpoint, args.resume)
-    done = max(args.resume, 0)
-    log = metrics.open_log(args.log_dir, done)
+    start_epoch = max(args.resume, 0) + 1
+    log = metrics.open_log(args.log_dir, start_epoch)
 
     # Train
-    history, saved = [], 0
-    for epoch in range(done + 1, args.epochs + 1):
+    history, checkpoints = [], 0
+    for epoch in range(start_epoch, args.epochs + 1):
         model.train()
         train_loader.sampler.set_epoch(epoch)
         train_set.set_epoch(epoch)
@@ -204,36 +214,27 @@ def main() -> None:
             fail(f"the mean loss of epoch {epoch} is {mean_loss}: nothing of it is saved; try a lower --lr")
         average_batch_norm_statistics(model)
 
-        is_last = epoch == args.epochs
-        is_measured = is_last or args.eval_interval and epoch % args.eval_interval == 0
-        accuracy = accuracy_of(confusion_matrix(model, test_images, test_labels)) if is_measured else None
-        history.append(
-            {
-                "epoch": epoch,
-                "loss": mean_loss,
-                "learning_rate": lr_scheduler.get_last_lr()[0],
-                "accuracy": accuracy,
-                "images_per_second": steps * args.batch_size / seconds,
-                "seconds": seconds,
-                "loss_scale": checkpoint.loss_scaling(optimizer)["loss_scale"] or None,
-                "peak_memory": torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None,
-            }
-        )
+        accuracy, is_last = None, epoch == args.epochs
+        if is_last or (args.eval_interval and epoch % args.eval_interval == 0):
+            accuracy = accuracy_of(confusion_matrix(model, test_images, test_labels))
+        (lr,), loss_scale = lr_scheduler.get_last_lr(), checkpoint.loss_scaling(optimizer)["loss_scale"]
+        trained = steps * args.batch_size
+        history.append(metrics.of_epoch(epoch, mean_loss, lr, accuracy, trained, seconds, loss_scale))
         coordinator.print_on_master(metrics.epoch_line(history[-1], args.epochs))
         log(history[-1])  # before it is saved: an epoch to resume from has been logged
         lr_scheduler.step()
 
         if args.interval and (is_last or epoch % args.interval == 0):
             checkpoint.save(booster, model, optimizer, lr_scheduler, args.checkpoint, epoch)
-            saved += 1
+            checkpoints += 1
 
-    if done >= args.epochs:
+    if not history:  # nothing was left to train
         accuracy = accuracy_of(confusion_matrix(model, test_images, test_labels))
-    coordinator.print_on_master(metrics.summary_line(history, time.perf_counter() - started, saved))
+    coordinator.print_on_master(metrics.summary_line(history, time.perf_counter() - started, checkpoints))
     coordinator.print_on_master(accuracy_line(accuracy))
     if args.target_acc and accuracy < args.target_acc:
         fail(f"the accuracy, {accuracy:.4f}, is below --target_acc {args.target_acc}")
-    startup.leave()
+    startup.shut_down()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from resnet_cifar10 import arguments, quiet, startup
 from resnet_cifar10.failure import fail
-from train import PLUGINS, make_plugin
+from train import PLUGINS, make_plugin, speed_up
 
 IMAGES = 50_000
 
@@ -51,7 +51,7 @@ def images_per_second_alone() -> float:
 def main() -> None:
     args = parse_args()
     alone = images_per_second_alone() if args.scaling and os.environ.get("RANK") == "0" else None
-    startup.be_a_launcher_of_one()
+    startup.set_launcher_variables()
     startup.check_devices(args.plugin)
     quiet.silence_the_harmless()
 
@@ -67,7 +67,7 @@ def main() -> None:
     from torchvision import transforms
     from torchvision.models import resnet18
 
-    from resnet_cifar10 import cpu, cuda_graphs, data, zero
+    from resnet_cifar10 import cpu, cuda_graphs, data
 
     if not torch.cuda.is_available():
         cpu.register_cpu_adam()
@@ -136,10 +136,7 @@ def main() -> None:
         )
         with cuda_graphs.capturable():
             booster, model, optimizer, criterion = boosted(plugin)
-        if args.plugin == "low_level_zero":
-            zero.fuse_step(optimizer)
-        if device.type == "cuda" and args.plugin != "gemini" and not args.eager:
-            cuda_graphs.capture(model, args.batch_size, autocast=args.plugin == "torch_ddp_fp16")
+        speed_up(args.plugin, model, optimizer, args.batch_size, args.eager)
         return steps_of(booster, model, optimizer, criterion, endless(loader), read_loss=False)
 
     def synchronize() -> None:
@@ -189,7 +186,7 @@ def main() -> None:
         our_step = report("this project", [time for _, time in times], our_peak)
         if rank == 0:
             print(f"{args.plugin}, {world_size} process(es): {classic_step / our_step:.1f} times faster", flush=True)
-    startup.leave()
+    startup.shut_down()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def check_exists(folder: Path, epoch: int, parts: tuple[str, ...] = BOOSTER_PART
         raise ValueError(f"the checkpoint of epoch {epoch} in {where} is incomplete: {', '.join(missing)} is missing")
 
 
-def find(folder: Path, asked: list[int | str]) -> list[int]:
+def resolve_epochs(folder: Path, asked: list[int | str]) -> list[int]:
     """The epochs that ``asked`` stands for, numbers, "latest" and "all", of which ``folder`` has the model, in order.
 
     Raises:

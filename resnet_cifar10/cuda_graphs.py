@@ -46,7 +46,7 @@ def capture(model, batch_size: int, autocast: bool) -> None:
     weight = next(network.parameters())
     images = torch.rand(batch_size, 3, 32, 32).to(weight)
     stream = torch.cuda.current_stream()
-    talk = dist.new_group(backend="gloo", timeout=timedelta(minutes=1))  # NCCL's may wait in a capture
+    gloo_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=1))  # NCCL's may wait in a capture
     failure = None
     try:
         with torch.autocast("cuda", dtype=torch.float16, enabled=autocast, cache_enabled=False):
@@ -58,7 +58,7 @@ def capture(model, batch_size: int, autocast: bool) -> None:
 
     failures = [None] * dist.get_world_size()
     try:
-        dist.all_gather_object(failures, failure, group=talk)
+        dist.all_gather_object(failures, failure, group=gloo_group)
     except RuntimeError:
         fail(f"not all processes could capture CUDA graphs ({failure}): try --eager")
     if any(failures):
@@ -73,6 +73,6 @@ def capture(model, batch_size: int, autocast: bool) -> None:
 
 def reset() -> None:
     """Free all captured graphs: a process group never ends while one with its collectives lives (pytorch#115388)."""
-    for thing in gc.get_objects():
-        if type(thing) is torch.cuda.CUDAGraph:
-            thing.reset()
+    for graph in gc.get_objects():
+        if type(graph) is torch.cuda.CUDAGraph:
+            graph.reset()

@@ -27,7 +27,7 @@ def average_batch_norm_statistics(model: nn.Module) -> None:
 
 @torch.no_grad()
 def confusion_matrix(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Count what ``model`` takes ``images`` for.
+    """Count, class by class, what ``model`` predicts.
 
     Each image counts once. With a process group, the processes take turns at the batches, all of them must call this
     with the same images, and all get the same numbers. Rows of padding, labelled -1, make all batches equally large and
@@ -41,7 +41,7 @@ def confusion_matrix(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor
         labels: int64 of shape (N,), there too.
 
     Returns:
-        int64 of shape (10, 10), on the CPU: how many images of each class (row) were taken for each class (column).
+        int64 of shape (10, 10), on the CPU: how many images of each class (row) were predicted as each class (column).
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     padding = -len(labels) % (BATCH_SIZE * world_size)
@@ -51,8 +51,8 @@ def confusion_matrix(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor
     model.eval()
     counts = torch.zeros(CLASSES + 1, CLASSES, dtype=torch.int64, device=labels.device)  # the last row for the padding
     for batch, target in zip(batches, targets):
-        guesses = model(to_float(batch)).argmax(dim=1)
-        counts.index_put_((target, guesses), torch.ones_like(target), accumulate=True)
+        predictions = model(to_float(batch)).argmax(dim=1)
+        counts.index_put_((target, predictions), torch.ones_like(target), accumulate=True)
     if world_size > 1:
         dist.all_reduce(counts)
     return counts[:CLASSES].cpu()

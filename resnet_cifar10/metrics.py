@@ -1,15 +1,21 @@
 """What a run reports of its epochs: a line each, a summary, and the log: metrics.jsonl and TensorBoard's curves.
 
-An epoch's metrics are a dict of numbers by name, of which "epoch" counts from 1, "loss" is the mean one, "accuracy" is
-in [0, 1], "seconds" are those of the training steps, and "peak_memory" is that of the first process's GPU in MiB. What
-was not measured, or does not exist, is None.
+An epoch's metrics are a dict; what was not measured, or does not exist, is None:
+
+- epoch: counted from 1;
+- loss: the mean over all steps and processes;
+- lr: the learning rate of its steps;
+- accuracy: of the test images, in [0, 1];
+- images_per_second: of all processes, while they trained;
+- seconds: that the training steps took;
+- loss_scale: after them, in fp16;
+- peak_memory_mib: the most that the process has allocated on its GPU so far.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
-
-import torch.distributed as dist
 
 from resnet_cifar10.failure import fail_together
 from resnet_cifar10.files import replacement
@@ -17,11 +23,29 @@ from resnet_cifar10.files import replacement
 FILE = "metrics.jsonl"
 
 
+def of_epoch(
+    epoch: int, loss: float, lr: float, accuracy: float | None, images: int, seconds: float, loss_scale: float
+) -> dict:
+    """An epoch's metrics, of as many ``images`` in as many ``seconds``; a ``loss_scale`` of 0 stands for none."""
+    import torch
+
+    return {
+        "epoch": epoch,
+        "loss": loss,
+        "lr": lr,
+        "accuracy": accuracy,
+        "images_per_second": images / seconds,
+        "seconds": seconds,
+        "loss_scale": loss_scale or None,
+        "peak_memory_mib": torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None,
+    }
+
+
 def epoch_line(metrics: dict, epochs: int) -> str:
     """An epoch's metrics, for the terminal."""
     line = (
         f"Epoch [{metrics['epoch']}/{epochs}]: mean loss {metrics['loss']:.4f}, "
-        f"learning rate {metrics['learning_rate']:.3g}, {metrics['images_per_second']:,.0f} images/s, "
+        f"learning rate {metrics['lr']:.3g}, {metrics['images_per_second']:,.0f} images/s, "
         f"{metrics['seconds']:.1f} s"
     )
     return line if metrics["accuracy"] is None else f"{line}, accuracy {100 * metrics['accuracy']:.2f} %"
@@ -31,7 +55,7 @@ def summary_line(history: list[dict], seconds: float, checkpoints: int) -> str:
     """A run's epochs in one line; ``seconds`` are those of the whole run."""
     training = sum(metrics["seconds"] for metrics in history)
     images = sum(metrics["images_per_second"] * metrics["seconds"] for metrics in history)
-    memory = history[-1]["peak_memory"] if history else None
+    memory = history[-1]["peak_memory_mib"] if history else None
     parts = [
         f"Trained {len(history)} epoch(s) in {seconds:.1f} s",
         f"{images / training:,.0f} images/s while training" if history else None,
@@ -54,27 +78,31 @@ def read(folder: Path) -> list[dict]:
             raise ValueError
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged or not a log of train.py: move it away, or log elsewhere") from error
+        raise ValueError(f"{path} is damaged or not a log of training: move it away, or log elsewhere") from error
     return history
 
 
-def open_log(folder: Path | None, epoch: int) -> Callable[[dict], None]:
-    """Go on with the log in ``folder`` after ``epoch``, or begin one; what it holds of later epochs is dropped.
+def open_log(folder: Path | None, start_epoch: int) -> Callable[[dict], None]:
+    """Go on with the log in ``folder`` from ``start_epoch``, or begin one; what it holds from there on is dropped.
 
     All processes call this and what it returns; the first one writes. A failure to do so ends the run with one line.
 
     Returns:
         A function that logs an epoch's metrics; without a ``folder`` it does nothing.
     """
+    import torch.distributed as dist
+
     if folder is None:
         return lambda metrics: None
     is_master = dist.get_rank() == 0
     history, curves = [], None
     with fail_together():
         if is_master:
-            history = [metrics for metrics in read(folder) if metrics["epoch"] <= epoch]
-            curves = _open_curves(folder, epoch)
+            history = [metrics for metrics in read(folder) if metrics["epoch"] < start_epoch]
+            curves = _open_curves(folder, start_epoch)
 
     def log(metrics: dict) -> None:
         with fail_together():
@@ -91,11 +119,11 @@ def open_log(folder: Path | None, epoch: int) -> Callable[[dict], None]:
     return log
 
 
-def _open_curves(folder: Path, epoch: int):
+def _open_curves(folder: Path, start_epoch: int):
     """TensorBoard's writer, or, without TensorBoard, None and a line that says how to get it."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        print(f"TensorBoard is not installed: {folder / FILE} alone is written; pip install tensorboard adds curves")
+        print(f"warning: no curves in {folder}, only {FILE}: pip install tensorboard adds them", file=sys.stderr)
         return None
-    return SummaryWriter(str(folder), purge_step=epoch + 1)  # from there on, TensorBoard forgets what it has seen
+    return SummaryWriter(str(folder), purge_step=start_epoch)  # from there on, TensorBoard forgets what it has seen

@@ -28,6 +28,6 @@ def silence_the_harmless() -> None:
 
     from colossalai.kernel.extensions import cpp_extension, cuda_extension
 
-    # Loading a kernel prints two lines in each process; that one is being compiled, train.py says once
+    # Loading a kernel prints two lines in each process; startup.check_kernels says once what is to be compiled
     for module in (cpp_extension, cuda_extension):
         module.print = lambda line: None if line.startswith("[extension]") else print(line)

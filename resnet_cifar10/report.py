@@ -1,4 +1,8 @@
-"""What eval.py prints and draws of the confusion matrices that :mod:`resnet_cifar10.evaluation` counts."""
+"""What confusion matrices tell, in tables and a picture.
+
+Throughout, ``confusions`` are those of :func:`resnet_cifar10.evaluation.confusion_matrix` by epoch: int64 of shape
+(10, 10), rows for the classes, columns for the predictions.
+"""
 
 from pathlib import Path
 
@@ -6,6 +10,8 @@ from torch import Tensor
 
 from resnet_cifar10.evaluation import accuracy_of
 from resnet_cifar10.files import replacement
+
+CONFUSED_PAIRS = 5
 
 
 def best_epoch(confusions: dict[int, Tensor]) -> int:
@@ -23,8 +29,8 @@ def accuracy_table(confusions: dict[int, Tensor]) -> str:
     return "\n".join(["epoch  accuracy", *rows])
 
 
-def class_table(confusion: Tensor, names: list[str], most: int = 5) -> str:
-    """A line for each class, and one for each of the ``most`` confused pairs of classes."""
+def class_table(confusion: Tensor, names: list[str]) -> str:
+    """A line for each class, and one for each of the most confused pairs of classes."""
     width = max(map(len, ["class", *names]))
     lines = [f"{'class':{width}}  accuracy  images"]
     for name, row, right in zip(names, confusion, confusion.diagonal().tolist()):
@@ -32,9 +38,9 @@ def class_table(confusion: Tensor, names: list[str], most: int = 5) -> str:
         lines.append(f"{name:{width}}  {100 * right / images:6.2f} %  {images:6}")
     mistakes = confusion.clone().fill_diagonal_(0)
     pairs = [divmod(pair, len(names)) for pair in mistakes.flatten().argsort(descending=True, stable=True).tolist()]
-    for i, j in pairs[:most]:
+    for i, j in pairs[:CONFUSED_PAIRS]:
         if mistakes[i, j]:
-            lines.append(f"{names[i]} taken for {names[j]}: {mistakes[i, j]} times")
+            lines.append(f"{names[i]} predicted as {names[j]}: {mistakes[i, j]}")
     return "\n".join(lines)
 
 
@@ -58,7 +64,7 @@ def plot(path: Path, confusions: dict[int, Tensor], names: list[str]) -> None:
     axes[0].imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes[0].set_xticks(range(len(names)), names, rotation=45, ha="right")
     axes[0].set_yticks(range(len(names)), names)
-    axes[0].set(title=f"Epoch {best}: {100 * accuracy_of(confusion):.2f} %", xlabel="taken for", ylabel="class")
+    axes[0].set(title=f"Epoch {best}: {100 * accuracy_of(confusion):.2f} %", xlabel="predicted", ylabel="class")
     for i, row in enumerate(confusion.tolist()):
         for j, count in enumerate(row):
             axes[0].text(

@@ -20,7 +20,7 @@ def free_port() -> int:
         return unused.getsockname()[1]
 
 
-def be_a_launcher_of_one() -> None:
+def set_launcher_variables() -> None:
     """Set the variables that torchrun sets, for one process, where no launcher has: ``python train.py`` then works."""
     if "RANK" in os.environ:
         if missing := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
@@ -103,7 +103,7 @@ def _is_built(kernel) -> bool:
         return (Path(kernel.get_jit_extension_folder_path()) / f"{kernel.name}.so").exists()
 
 
-def leave() -> None:
+def shut_down() -> None:
     """Destroy the default process group, on all processes, at the end of a run, and first what would keep it alive."""
     import torch.distributed as dist
 

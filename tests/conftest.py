@@ -5,7 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -52,6 +54,18 @@ def kill_family(process: subprocess.Popen) -> None:
             with suppress(psutil.NoSuchProcess):
                 member.kill()
         process.wait()
+
+
+@contextmanager
+def killed_after(seconds: float, process: subprocess.Popen) -> Iterator[None]:
+    """Kill a process, and all it has started, at the end of the block or, should that wait for it, after a while."""
+    timer = threading.Timer(seconds, kill_family, [process])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        kill_family(process)
 
 
 def execute(*command: object, timeout: float = 300, preexec_fn=None, **environment: object) -> Run:

@@ -11,7 +11,7 @@ from torchvision.models import resnet18
 from resnet_cifar10.data import TrainingSet, generate_split
 from resnet_cifar10.evaluation import accuracy_of, average_batch_norm_statistics, confusion_matrix
 from resnet_cifar10.failure import fail_together
-from resnet_cifar10.startup import leave
+from resnet_cifar10.startup import shut_down
 
 
 def accuracies():
@@ -61,9 +61,7 @@ def zero_steps():
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)).to(dtype)
         optimizer = LowLevelZeroOptimizer(HybridAdam(model.parameters(), lr=0.1), initial_scale=2**5, **options)
-        if fused:
-            zero.fuse_step(optimizer)
-        return model, optimizer
+        return model, optimizer, fused and zero.fuse_step(optimizer)
 
     cpu.register_cpu_adam()
     streams = {name: Mock() for name in ("Stream", "current_stream")}
@@ -72,33 +70,33 @@ def zero_steps():
     seed = 0 if dist.get_world_size() > 2 else dist.get_rank()  # a sum of three depends on their order
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         scales, runs = [], [run(dtype, fused, hysteresis=1, growth_interval=2) for fused in (False, True)]
-        assert ["step" in vars(optimizer) for _, optimizer in runs] == [False, True]
+        assert [done for _, _, done in runs] == [False, True]
         for step in range(8):
             torch.manual_seed(100 * step + seed)
             images, labels = torch.randn(4, 7).to(dtype), torch.randint(0, 3, (4,))
             if dtype == torch.float16 and step == 4 and dist.get_rank() == dist.get_world_size() - 1:
                 images[0, 0] = torch.inf  # gradients overflow, in one process
-            for model, optimizer in runs:
+            for model, optimizer, _ in runs:
                 optimizer.backward(torch.nn.functional.cross_entropy(model(images).float(), labels))
                 optimizer.step()
                 optimizer.zero_grad()
-            (model, optimizer), (fused_model, fused_optimizer) = runs
+            (model, optimizer, _), (fused_model, fused_optimizer, _) = runs
             torch.testing.assert_close(fused_model.state_dict(), model.state_dict(), rtol=0, atol=0)
             state = optimizer.state_dict()["state"]
             torch.testing.assert_close(fused_optimizer.state_dict()["state"], state, rtol=0, atol=0)
-            for master, fused_master in zip(*(opt._master_param_groups_of_current_rank[0] for _, opt in runs)):
+            for master, fused_master in zip(*(opt._master_param_groups_of_current_rank[0] for _, opt, _ in runs)):
                 assert torch.equal(master, fused_master) and master.isfinite().all()
             if dtype == torch.float16:
                 scales.append(optimizer.mixed_precision_mixin.loss_scale)
                 assert scales[-1] == fused_optimizer.mixed_precision_mixin.loss_scale
         print(f"{dtype}: equal, loss scales {scales}", flush=True)
 
-    _, clips = run(torch.float16, fused=True, clip_grad_norm=1.0)
-    assert "step" not in vars(clips)
+    _, clips, done = run(torch.float16, fused=True, clip_grad_norm=1.0)
+    assert not done and "step" not in vars(clips)
 
 
 def boosted(plugin, *how):
-    """On a GPU, as train.py does it; ``how``: "graphs", "lean" (ZeRO), "uncapturable" (it waits for the GPU)."""
+    """On a GPU, as train.py does it; ``how``: "graphs", "fused" (ZeRO), "uncapturable" (it waits for the GPU)."""
     import colossalai
     from colossalai.booster import Booster
     from colossalai.nn.optimizer import HybridAdam
@@ -122,8 +120,8 @@ def boosted(plugin, *how):
     with cuda_graphs.capturable():
         boosted = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
     model, optimizer, criterion, _, lr_scheduler = boosted
-    if "lean" in how:
-        zero.fuse_step(optimizer)
+    if "fused" in how:
+        assert zero.fuse_step(optimizer)
     if "uncapturable" in how:
         model.unwrap().relu.register_forward_pre_hook(lambda module, inputs: (inputs[0].sum().item(), None)[1])
     if "graphs" in how:
@@ -154,7 +152,7 @@ def reload(plugin, folder):
     """Save a trained model, load it into an untrained one, save that as another epoch."""
     from resnet_cifar10 import checkpoint
 
-    how = ["lean"] if plugin == "low_level_zero" else []
+    how = ["fused"] if plugin == "low_level_zero" else []
     train, trained = boosted(plugin, *how)
     train(6)
     average_batch_norm_statistics(trained[1])
@@ -204,4 +202,4 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     globals()[sys.argv[1]](*sys.argv[2:])
     if dist.is_initialized():
-        leave()
+        shut_down()

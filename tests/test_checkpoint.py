@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import BIN, ROOT, TRAIN, kill_family, python, torchrun, weights
+from conftest import BIN, ROOT, TRAIN, kill_family, killed_after, python, torchrun, weights
 from torchvision.models import resnet18
 
 from resnet_cifar10.checkpoint import PARTS, epochs, read
@@ -82,7 +82,7 @@ def test_kill_at_any_moment_of_a_save(trained, tmp_path):
     copy_epoch(trained[0], tmp_path, 1)
     command = [sys.executable, "-m", "tests.processes", "save_for_ever", str(tmp_path)]
     parent = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
+    with killed_after(300, parent):
         for _ in range(12):
             parent.stdin.write("another\n")
             parent.stdin.flush()
@@ -98,8 +98,6 @@ def test_kill_at_any_moment_of_a_save(trained, tmp_path):
             for path in tmp_path.glob("*_[23].pth"):  # the next one meets what is left of either epoch, or nothing
                 if random.random() < 0.2:
                     path.unlink()
-    finally:
-        kill_family(parent)
     assert interrupted  # and not only killed before or between saves
 
 

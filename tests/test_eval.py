@@ -54,18 +54,19 @@ def test_per_class(trained, images):
     assert [(name, count) for name, _, count in rows] == [(name, "5") for name in CLASSES]
     mean = sum(float(share) for _, share, _ in rows) / 10
     assert f"{mean:.2f}" == run.accuracies[0]
-    mistakes = [int(n) for n in re.findall(r"^\w+ taken for \w+: (\d) times$", output, re.MULTILINE)]
+    mistakes = [int(n) for n in re.findall(r"^\w+ predicted as \w+: (\d)$", output, re.MULTILINE)]
     assert 1 <= len(mistakes) <= 5 and mistakes == sorted(mistakes, reverse=True)
 
 
 def test_tables():
     confusion = torch.tensor([[3, 1, 0], [0, 4, 0], [2, 0, 1]])
-    assert class_table(confusion, ["ant", "bumblebee", "cat"], most=1).splitlines() == [
+    assert class_table(confusion, ["ant", "bumblebee", "cat"]).splitlines() == [
         "class      accuracy  images",
         "ant         75.00 %       4",
         "bumblebee  100.00 %       4",
         "cat         33.33 %       3",
-        "cat taken for ant: 2 times",
+        "cat predicted as ant: 2",
+        "ant predicted as bumblebee: 1",
     ]
     worse = torch.tensor([[1, 3, 0], [0, 4, 0], [2, 0, 1]])
     assert accuracy_table({4: worse, 5: confusion, 10: confusion}).splitlines() == [
@@ -92,7 +93,10 @@ def test_plots(trained, tmp_path, images):
 def test_matplotlib_is_optional(trained, tmp_path, images):
     arguments = ("-c", trained[0], "-e", 3, "--plot", tmp_path / "plot.png")
     run = python("-c", WITHOUT_MATPLOTLIB, *arguments, DATA=images).succeeded()
-    assert run.accuracies and run.output.count("pip install matplotlib") == 1
+    assert (
+        run.accuracies
+        and len(re.findall("^warning: no .*plot.png: pip install matplotlib", run.output, re.MULTILINE)) == 1
+    )
     assert not (tmp_path / "plot.png").exists()
 
 

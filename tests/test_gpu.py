@@ -3,25 +3,32 @@
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-from conftest import BIN, ROOT, python, torchrun
+from conftest import BIN, ROOT, killed_after, python, torchrun
 
 from resnet_cifar10.checkpoint import PARTS
+from resnet_cifar10.metrics import read
+from train import PLUGINS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 GPUS = min(2, torch.cuda.device_count())
 
 
-@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini"])
-def test_eval_agrees_with_training(plugin, tmp_path):
-    run = torchrun(GPUS, "train.py", "-p", plugin, "--dummy", "--epochs", 2, "-c", tmp_path).succeeded()
-    evaluated = python("eval.py", "--dummy", "-e", 2, "-c", tmp_path).succeeded()
+@pytest.mark.parametrize("plugin, precision", [(plugin, each) for plugin in PLUGINS for each in PLUGINS[plugin]])
+def test_eval_agrees_with_training(plugin, precision, tmp_path):
+    """Which goes on after it has evaluated for the first time."""
+    arguments = ("--dummy", "-c", tmp_path)
+    how = ("-p", plugin, "--precision", precision, "--epochs", 2, "--eval_interval", 1, "--log_dir", tmp_path)
+    run = torchrun(GPUS, "train.py", *arguments, *how).succeeded()
+    evaluated = python("eval.py", "-e", 2, *arguments).succeeded()
     (printed,), (found,) = run.accuracies, evaluated.accuracies
     assert float(printed) > 90
-    assert found == printed if plugin == "torch_ddp" else abs(float(found) - float(printed)) <= 0.1 + 1e-9
+    assert found == printed if precision == "fp32" else abs(float(found) - float(printed)) <= 0.1 + 1e-9
+    assert all(metrics["peak_memory_mib"] > 100 for metrics in read(tmp_path))
+    assert [metrics["loss_scale"] is not None for metrics in read(tmp_path)] == [precision == "fp16"] * 2
+    assert "warning:" not in run.output and "[extension]" not in run.output
 
 
 def test_a_checkpoint_of_one_plugin_resumes_under_any_other(tmp_path):
@@ -84,13 +91,18 @@ def test_graphs_change_nothing_but_the_speed(plugin):
     torch.testing.assert_close(graphed_statistics, statistics, rtol=0.05, atol=0.05)
 
 
-def test_zero_without_the_waiting_takes_the_same_steps():
+def test_the_fused_step_of_zero_changes_nothing_but_the_speed():
+    """With graphs, as train.py has it, and without. That all bits are equal, a test on a CPU says."""
     plain, _, _ = first_losses("low_level_zero")
-    lean, _, _ = first_losses("low_level_zero", "lean")
+    again, _, _ = first_losses("low_level_zero")
     assert plain[0] > 2 and plain[-1] < plain[0]
-    print(f"greatest difference in 50 steps: {(plain - lean).abs().max():.2e}")
-    torch.testing.assert_close(lean[:5], plain[:5], rtol=0, atol=1e-3)
-    torch.testing.assert_close(lean, plain, rtol=0, atol=5e-2)
+    for how in (["fused"], ["fused", "graphs"]):
+        fused, _, run = first_losses("low_level_zero", *how)
+        assert "warning:" not in run.output
+        difference, noise = (fused - plain).abs(), (again - plain).abs()
+        print(f"{how}: greatest difference in 50 steps {difference.max():.2e}, of two plain runs {noise.max():.2e}")
+        assert difference[0] <= noise[0] + 1e-4
+        assert difference.mean() <= 2 * noise.mean() + 5e-3
 
 
 def test_a_failed_capture_falls_back_with_one_line():
@@ -107,9 +119,7 @@ def test_a_run_with_graphs_ends_at_once(target, code, tmp_path):
     """Within 5 s of its last line; a hang would take for ever."""
     command = [BIN / "torchrun", "--standalone", f"--nproc_per_node={GPUS}", "train.py", "--dummy", "--epochs", "1"]
     command += ["-i", "0", "--target_acc", str(target)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=sys.stderr, text=True) as process:
-        for line in process.stdout:
-            if line.startswith("Accuracy"):
-                printed = time.monotonic()
-        assert (process.wait(timeout=60) == 0) == (code == 0)
-    assert time.monotonic() - printed < 5
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
+    with killed_after(200, process):
+        assert any(line.startswith("Accuracy") for line in process.stdout)
+        assert (process.wait(timeout=5) == 0) == (code == 0)

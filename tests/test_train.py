@@ -146,15 +146,11 @@ def test_fewer_images_than_a_step_takes(images):
     torchrun(2, "train.py", "-i", 0, DATA=images).failed_with("120 training images do not fill one step")
 
 
-@pytest.mark.parametrize("script, flags", [("train.py", 14), ("eval.py", 5)])
-def test_help_and_readme_name_every_flag(script, flags):
-    text = python(script, "--help").succeeded().output
-    found = set(
-        re.findall(r"^  (?:-\w [A-Z]*, )?(--\w+)", text.replace(" {torch_ddp", " P{torch_ddp"), re.MULTILINE)
-    ) - {"--help"}
-    assert len(found) == flags
+@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+def test_the_readme_has_every_flag(script):
+    flags = set(re.findall(r"--\w+", python(script, "--help").succeeded().output)) - {"--help"}
     (table,) = re.findall(rf"### Flags of `{script}`\n(.*?)\n#", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert set(re.findall(r"^\| .*`(--\w+)` \|", table, re.MULTILINE)) == found
+    assert "--dummy" in flags and set(re.findall(r"--\w+", table)) == flags
 
 
 @pytest.mark.parametrize("script", ["train.py", "eval.py"])
