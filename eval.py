@@ -30,6 +30,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    sys.stdout.reconfigure(errors="replace")  # names of classes can have any character
     with fail_clearly():
         epochs = checkpoint.resolve_epochs(args.checkpoint, args.epoch)
         if args.plot and find_spec("matplotlib") is None:
@@ -81,4 +82,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        fail("stopped")

@@ -37,8 +37,14 @@ def parse_args() -> argparse.Namespace:
     add("--precision", choices=("fp32", "fp16", "bf16"), help="of low_level_zero or (no fp32) gemini; if absent, fp16")
     add("-r", "--resume", type=arguments.resume_epoch, default=-1, help="epoch to resume from, or latest; -1: none")
     add("-c", "--checkpoint", type=Path, default="./checkpoint", help="folder of the checkpoints, made when absent")
-    add("-i", "--interval", type=arguments.natural_int, default=5, help="save every so many epochs; 0: never")
-    add("--eval_interval", type=arguments.natural_int, default=0, help="evaluate every so many epochs; 0: at the end")
+    add(
+        "-i",
+        "--interval",
+        type=arguments.natural_int,
+        default=5,
+        help="save every so many epochs and the last; 0: never",
+    )
+    add("--eval_interval", type=arguments.natural_int, default=0, help="evaluate every so many epochs and the last")
     add("--target_acc", type=arguments.accuracy, help="accuracy in (0, 1] to reach; a run that ends below it fails")
     add("--log_dir", type=Path, help="folder for metrics.jsonl and TensorBoard's curves, made when absent")
     add("--epochs", type=arguments.positive_int, default=80, help="in all, those resumed from included")
@@ -122,12 +128,7 @@ def main() -> None:
     from tqdm import tqdm
 
     from resnet_cifar10 import cpu, cuda_graphs, data
-    from resnet_cifar10.evaluation import (
-        accuracy_line,
-        accuracy_of,
-        average_batch_norm_statistics,
-        confusion_matrix,
-    )
+    from resnet_cifar10.evaluation import accuracy_line, average_batch_norm_statistics, evaluate
 
     # Launch: one process per GPU, each of which runs this file
     if get_accelerator().name == "cuda":
@@ -182,9 +183,13 @@ def main() -> None:
     # Resume
     if args.resume == "latest":
         args.resume = checkpoint.agree_on_latest(args.checkpoint)
+        if args.resume > args.epochs:
+            fail(f"the newest checkpoint is of epoch {args.resume}, beyond --epochs {args.epochs}")
     if args.resume != -1:
         checkpoint.load(booster, model, optimizer, lr_scheduler, args.checkpoint, args.resume)
     start_epoch = max(args.resume, 0) + 1
+    if args.interval and coordinator.is_master():
+        checkpoint.warn_of_later(args.checkpoint, start_epoch - 1)
     log = metrics.open_log(args.log_dir, start_epoch)
 
     # Train
@@ -216,7 +221,7 @@ def main() -> None:
 
         accuracy, is_last = None, epoch == args.epochs
         if is_last or (args.eval_interval and epoch % args.eval_interval == 0):
-            accuracy = accuracy_of(confusion_matrix(model, test_images, test_labels))
+            accuracy = evaluate(model, test_images, test_labels)
         (lr,), loss_scale = lr_scheduler.get_last_lr(), checkpoint.loss_scaling(optimizer)["loss_scale"]
         trained = steps * args.batch_size
         history.append(metrics.of_epoch(epoch, mean_loss, lr, accuracy, trained, seconds, loss_scale))
@@ -229,7 +234,7 @@ def main() -> None:
             checkpoints += 1
 
     if not history:  # nothing was left to train
-        accuracy = accuracy_of(confusion_matrix(model, test_images, test_labels))
+        accuracy = evaluate(model, test_images, test_labels)
     coordinator.print_on_master(metrics.summary_line(history, time.perf_counter() - started, checkpoints))
     coordinator.print_on_master(accuracy_line(accuracy))
     if args.target_acc and accuracy < args.target_acc:
@@ -241,4 +246,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        fail("stopped before the training began")
+        sys.exit("error: stopped before the training began" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)

@@ -36,4 +36,4 @@ epoch = _checked(
     lambda epoch: epoch in ("latest", "all") or epoch > 0,
     'an epoch (1 or above), "latest", or "all"',
 )
-png = _checked(Path, lambda path: path.suffix == ".png", "the name of a file that ends in .png")
+png = _checked(Path, lambda path: path.suffix == ".png" and not path.is_dir(), "the name of a file that ends in .png")

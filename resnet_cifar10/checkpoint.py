@@ -7,6 +7,9 @@ import os
 import re
 import shutil
 import socket
+import sys
+import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +22,8 @@ MODEL, OPTIMIZER, LR_SCHEDULER = BOOSTER_PARTS = ("model", "optimizer", "lr_sche
 STATE = "state"
 """What those three cannot hold, the loss scale. Checkpoints without it, written by other programs, load as well."""
 PARTS = (*BOOSTER_PARTS, STATE)
+STALE_SECONDS = 3600
+"""Age at which what a save has not finished is taken for that of a process that was killed."""
 
 
 def path_of(folder: Path, part: str, epoch: int) -> Path:
@@ -77,6 +82,16 @@ def agree_on_latest(folder: Path) -> int:
         print(f"resuming from epoch {found[0]}" if found != [-1] else f"no checkpoint in {folder}: starting afresh")
     dist.broadcast_object_list(found)
     return found[0]
+
+
+def warn_of_later(folder: Path, epoch: int) -> None:
+    """Say so where ``folder`` has checkpoints beyond ``epoch``, with which a run begins: they are another run's."""
+    if later := [other for other in epochs(folder) if other > epoch]:
+        print(
+            f"warning: {folder} holds later epochs of another run: {', '.join(map(str, later))}; until this run has "
+            "replaced them, -r latest takes them for its own",
+            file=sys.stderr,
+        )
 
 
 def read(folder: Path, part: str, epoch: int) -> dict:
@@ -236,11 +251,13 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     import torch.distributed as dist
 
     is_master = dist.get_rank() == 0
-    new = folder / ".new"
+    new = None
     with fail_together():
         if is_master:
-            shutil.rmtree(new, ignore_errors=True)  # of a save that was killed
-            new.mkdir()
+            for old in folder.glob(".new_*"):
+                if time.time() - old.stat().st_mtime > STALE_SECONDS:
+                    shutil.rmtree(old, ignore_errors=True)
+            new = Path(tempfile.mkdtemp(prefix=".new_", dir=folder))
 
     def write(part: str, writer: Callable[[str], None]) -> None:
         with fail_together():  # one by one, for there are collectives in them
@@ -276,7 +293,7 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
             if is_master:
                 _put_in_place(new, folder, epoch)
     finally:
-        if is_master:
+        if new is not None:
             shutil.rmtree(new, ignore_errors=True)
 
 

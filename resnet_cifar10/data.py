@@ -1,5 +1,6 @@
 """CIFAR-10 as tensors that live on the training device, and batches cut from them there."""
 
+import os
 from pathlib import Path
 from random import Random
 from urllib.error import URLError
@@ -83,7 +84,8 @@ def _load_image_folder(root: Path, split: str) -> Split:
 def class_names(root: Path) -> list[str]:
     """The names of the classes of the data set in ``root``, which :func:`load_split` has read, in the labels' order."""
     if (root / "train").exists():
-        return ImageFolder(str(root / "test")).classes
+        names = ImageFolder(str(root / "test")).classes
+        return [os.fsencode(name).decode(errors="replace") for name in names]
     return "airplane automobile bird cat deer dog frog horse ship truck".split()
 
 

@@ -63,6 +63,11 @@ def accuracy_of(confusion: Tensor) -> float:
     return confusion.trace().item() / confusion.sum().item()
 
 
+def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """The accuracy of ``model``, in [0, 1]; for the arguments see :func:`confusion_matrix`."""
+    return accuracy_of(confusion_matrix(model, images, labels))
+
+
 def accuracy_line(accuracy: float) -> str:
     """How both scripts print an accuracy in [0, 1]."""
     return f"Accuracy of the model on the test images: {100 * accuracy:.2f} %"

@@ -31,11 +31,17 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def replacement(path: Path) -> Iterator[Path]:
-    """A path beside ``path`` for its new content: it takes its place at the end of the block, if that succeeds."""
-    new = path.with_name(f".new_{path.name}")
+    """A path beside ``path`` for its new content: it takes its place at the end of the block, if that succeeds.
+
+    Raises:
+        OSError: the block, or taking its place, has raised one; the message names ``path``.
+    """
+    new = path.with_name(f".new_{os.getpid()}")
     try:
         yield new
         flush(new)
         new.replace(path)
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         new.unlink(missing_ok=True)

@@ -86,12 +86,13 @@ def read(folder: Path) -> list[dict]:
 
 
 def open_log(folder: Path | None, start_epoch: int) -> Callable[[dict], None]:
-    """Go on with the log in ``folder`` from ``start_epoch``, or begin one; what it holds from there on is dropped.
+    """Go on with the log in ``folder`` from ``start_epoch``, or begin one.
 
     All processes call this and what it returns; the first one writes. A failure to do so ends the run with one line.
 
     Returns:
-        A function that logs an epoch's metrics; without a ``folder`` it does nothing.
+        A function that logs an epoch's metrics; without a ``folder`` it does nothing. Called for the first time, it
+        drops what an earlier run has logged from ``start_epoch`` on.
     """
     import torch.distributed as dist
 
@@ -102,28 +103,43 @@ def open_log(folder: Path | None, start_epoch: int) -> Callable[[dict], None]:
     with fail_together():
         if is_master:
             history = [metrics for metrics in read(folder) if metrics["epoch"] < start_epoch]
-            curves = _open_curves(folder, start_epoch)
 
     def log(metrics: dict) -> None:
+        nonlocal curves
         with fail_together():
             if is_master:
                 history.append(metrics)
                 with replacement(folder / FILE) as path:
                     path.write_text("".join(json.dumps(metrics) + "\n" for metrics in history))
-                if curves is not None:
-                    for name, value in metrics.items():
-                        if name != "epoch" and value is not None:
-                            curves.add_scalar(name, value, metrics["epoch"])
-                    curves.flush()
+                if curves is None:
+                    curves = _draw_curves(folder, history)
+                else:
+                    curves([metrics])
 
     return log
 
 
-def _open_curves(folder: Path, start_epoch: int):
-    """TensorBoard's writer, or, without TensorBoard, None and a line that says how to get it."""
+def _draw_curves(folder: Path, history: list[dict]) -> Callable[[list[dict]], None]:
+    """Draw TensorBoard's curves of ``history``, in place of those there are; return a function that draws more.
+
+    Anew, for TensorBoard shows points that an earlier run has drawn whatever a later one says of them.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         print(f"warning: no curves in {folder}, only {FILE}: pip install tensorboard adds them", file=sys.stderr)
-        return None
-    return SummaryWriter(str(folder), purge_step=start_epoch)  # from there on, TensorBoard forgets what it has seen
+        return lambda history: None
+    suffix = ".metrics"
+    for path in folder.glob(f"events.out.tfevents.*{suffix}"):
+        path.unlink()
+    writer = SummaryWriter(str(folder), filename_suffix=suffix)
+
+    def draw(history: list[dict]) -> None:
+        for metrics in history:
+            for name, value in metrics.items():
+                if name != "epoch" and value is not None:
+                    writer.add_scalar(name, value, metrics["epoch"])
+        writer.flush()
+
+    draw(history)
+    return draw

@@ -60,6 +60,7 @@ def plot(path: Path, confusions: dict[int, Tensor], names: list[str]) -> None:
     figure = Figure(figsize=(11 if several else 6, 5), layout="constrained")
     axes = figure.subplots(1, 2 if several else 1, squeeze=False)[0]
 
+    names = [name.replace("$", r"\$") for name in names]  # which would begin a formula
     shares = confusion / confusion.sum(dim=1, keepdim=True)
     axes[0].imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes[0].set_xticks(range(len(names)), names, rotation=45, ha="right")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torchvision.models import resnet18
 
 from resnet_cifar10.data import TrainingSet, generate_split
-from resnet_cifar10.evaluation import accuracy_of, average_batch_norm_statistics, confusion_matrix
+from resnet_cifar10.evaluation import average_batch_norm_statistics, evaluate
 from resnet_cifar10.failure import fail_together
 from resnet_cifar10.startup import shut_down
 
@@ -23,7 +23,7 @@ def accuracies():
     for batch in images[:400].float().div(255).split(100):  # statistics under which the guesses vary
         model(batch)
     for count in (1, 499, 501, 1000, 1003):
-        print(f"{count} images: {accuracy_of(confusion_matrix(model, images[:count], labels[:count]))!r}", flush=True)
+        print(f"{count} images: {evaluate(model, images[:count], labels[:count])!r}", flush=True)
 
 
 def averages():

@@ -69,11 +69,20 @@ def test_checkpoints_of_the_published_example_resume(checkpoint, images):
 
 
 def test_latest_is_the_newest_whole_one_or_none(checkpoint, tmp_path, images):
+    run = torchrun(2, *TRAIN, "--epochs", 2, "-r", "latest", "-c", checkpoint, DATA=images)
+    run.failed_with("the newest checkpoint is of epoch 3, beyond --epochs 2")
     (checkpoint / "state_3.pth").unlink()
     run = torchrun(2, *TRAIN, "--epochs", 2, "-r", "latest", "-c", checkpoint, DATA=images).succeeded()
     assert "resuming from epoch 2" in run.output and "Epoch [" not in run.output
     run = torchrun(2, *TRAIN, "--epochs", 1, "-r", "latest", "-c", tmp_path / "empty", DATA=images).succeeded()
     assert run.output.count("starting afresh") == 1 and "Epoch [1/1]" in run.output
+
+
+def test_later_checkpoints_of_another_run_are_named(checkpoint, images):
+    run = torchrun(2, *TRAIN, "--epochs", 2, "-r", 1, "-c", checkpoint, DATA=images).succeeded()
+    assert run.output.count("holds later epochs of another run: 2, 3; until") == 1
+    run = python(*TRAIN, "--epochs", 3, "-r", 3, "-c", checkpoint, DATA=images).succeeded()
+    assert "another run" not in run.output
 
 
 def test_kill_at_any_moment_of_a_save(trained, tmp_path):
@@ -94,7 +103,9 @@ def test_kill_at_any_moment_of_a_save(trained, tmp_path):
             assert 1 in there
             for part in PARTS:
                 assert read(tmp_path, part, there[-1])
-            interrupted += (tmp_path / ".new").exists()
+            for unfinished in tmp_path.glob(".new_*"):
+                interrupted += 1
+                shutil.rmtree(unfinished)
             for path in tmp_path.glob("*_[23].pth"):  # the next one meets what is left of either epoch, or nothing
                 if random.random() < 0.2:
                     path.unlink()
@@ -102,10 +113,14 @@ def test_kill_at_any_moment_of_a_save(trained, tmp_path):
 
 
 def test_what_a_killed_save_leaves_is_cleared(checkpoint, images):
-    (checkpoint / ".new").mkdir()
-    (checkpoint / ".new" / "optimizer").write_bytes(b"half of it")
+    for name, age in (("killed", 3700), ("at_work", 60)):
+        folder = checkpoint / f".new_{name}"
+        folder.mkdir()
+        (folder / "optimizer").write_bytes(b"half of it")
+        os.utime(folder, (time.time() - age,) * 2)
     torchrun(2, *TRAIN, "--epochs", 4, "-r", 3, "-c", checkpoint, DATA=images).succeeded()
-    assert epochs(checkpoint) == [1, 2, 3, 4] and not (checkpoint / ".new").exists()
+    assert epochs(checkpoint) == [1, 2, 3, 4]
+    assert [path.name for path in checkpoint.glob(".new_*")] == [".new_at_work"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -115,6 +115,11 @@ def test_bad_arguments(trained, arguments, words):
     python("eval.py", "-c", trained[0], *arguments).failed_with(*words)
 
 
+def test_a_folder_in_the_way_of_the_plot(trained, tmp_path):
+    (tmp_path / "plot.png").mkdir()
+    python("eval.py", "-c", trained[0], "--plot", tmp_path / "plot.png").failed_with("--plot", "plot.png")
+
+
 def test_a_damaged_one_of_several_is_named(checkpoint, images):
     (checkpoint / "model_2.pth").write_bytes(b"damaged")
     python("eval.py", "-c", checkpoint, "-e", "all", DATA=images).failed_with("model_2.pth is damaged")

@@ -1,6 +1,7 @@
 """The log of a run: one object an epoch, none twice and none missing."""
 
 import json
+import shutil
 
 import pytest
 from conftest import TRAIN, python, torchrun
@@ -58,6 +59,14 @@ def test_resumed_curves_have_each_epoch_once(resumed):
         assert [step for step, _ in shown[name]] == [step for step, _ in logged]
         assert [value for _, value in shown[name]] == pytest.approx([value for _, value in logged])
     assert [step for step, _ in shown["accuracy"]] == [2, 4] and "loss_scale" not in shown
+    assert len(list(log.glob("events*"))) == 1  # TensorBoard would show the points of others, too
+
+
+def test_a_run_that_trains_nothing_leaves_the_log_alone(resumed, tmp_path, images):
+    log = shutil.copytree(resumed[0], tmp_path / "log")
+    checkpoints = resumed[0].with_name("checkpoint")
+    python(*TRAIN, "--epochs", 2, "-r", 2, "-c", checkpoints, "-i", 0, "--log_dir", log, DATA=images).succeeded()
+    assert read(log) == read(resumed[0]) and curves(log) == curves(resumed[0])
 
 
 def test_a_new_run_begins_a_new_log_and_tensorboard_is_optional(tmp_path, images):
