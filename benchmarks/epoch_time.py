@@ -116,7 +116,7 @@ def main() -> None:
                 if read_loss:
                     loss.item()
 
-        return run
+        return run, optimizer
 
     def classic_loop():
         on_gpu = device.type == "cuda"
@@ -155,12 +155,15 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        run = make_loop()
+        run, optimizer = make_loop()
         run(args.steps)  # warm up
-        peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if device.type == "cuda" else float("nan")
-        return run, peak
+        moments = [state[name] for state in optimizer.optim.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        memory = f"optimizer state {sum(moment.nbytes for moment in moments) / 2**20:.1f} MiB"
+        if device.type == "cuda":
+            memory += f", peak {(torch.cuda.max_memory_allocated() - before) / 2**20:.0f} MiB"
+        return run, memory
 
-    def report(name: str, times: list[float], peak: float) -> float:
+    def report(name: str, times: list[float], memory: str) -> float:
         step = statistics.median(times) / args.steps
         epoch = step * (IMAGES // (args.batch_size * world_size))
         spread = (max(times) - min(times)) / statistics.median(times)
@@ -168,22 +171,22 @@ def main() -> None:
             print(
                 f"{args.plugin}, {world_size} process(es), {name}: {epoch:.2f} s an epoch, "
                 f"{args.batch_size * world_size / step:,.0f} images/s, {1000 * step:.2f} ms a step "
-                f"(spread of {args.repeats}: {100 * spread:.0f} %), peak {peak:.0f} MiB",
+                f"(spread of {args.repeats}: {100 * spread:.0f} %), {memory}",
                 flush=True,
             )
         return step
 
-    ours, our_peak = measured(our_loop)
+    ours, our_memory = measured(our_loop)
     if args.scaling:
-        step = report("this project", [seconds(ours) for _ in range(args.repeats)], our_peak)
+        step = report("this project", [seconds(ours) for _ in range(args.repeats)], our_memory)
         if alone is not None:
             efficiency = args.batch_size / step / alone
             print(f"{args.plugin}: {100 * efficiency:.0f} % of {world_size} times the images/s of one process")
     else:
-        classic, classic_peak = measured(classic_loop)
+        classic, classic_memory = measured(classic_loop)
         times = [(seconds(classic), seconds(ours)) for _ in range(args.repeats)]
-        classic_step = report("classic loop", [time for time, _ in times], classic_peak)
-        our_step = report("this project", [time for _, time in times], our_peak)
+        classic_step = report("classic loop", [time for time, _ in times], classic_memory)
+        our_step = report("this project", [time for _, time in times], our_memory)
         if rank == 0:
             print(f"{args.plugin}, {world_size} process(es): {classic_step / our_step:.1f} times faster", flush=True)
     startup.shut_down()
