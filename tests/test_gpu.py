@@ -64,6 +64,19 @@ def test_saving_and_loading_lose_nothing(plugin, tmp_path):
     assert saved["lr_scheduler"]["_last_lr"] == reloaded["lr_scheduler"]["_last_lr"]
 
 
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_resumed_epoch_is_within_the_noise_of_two_runs(plugin, tmp_path):
+    losses = []
+    for folder, resume in (("a", -1), ("b", -1), ("a", 1)):
+        how = ("-p", plugin, "--dummy", "--epochs", 2, "-i", 1, "-r", resume)
+        log = tmp_path / f"{folder} {resume}"
+        torchrun(GPUS, "train.py", *how, "-c", tmp_path / folder, "--log_dir", log).succeeded()
+        losses.append(read(log)[-1]["loss"])
+    a, b, resumed = losses
+    print(f"{plugin}: mean losses of epoch 2: {a:.5f} and {b:.5f}, resumed {resumed:.5f}")
+    assert abs(resumed - a) <= 3 * abs(a - b) + 0.1 * a
+
+
 def test_more_processes_than_gpus():
     torchrun(torch.cuda.device_count() + 1, "train.py", "--dummy").failed_with("GPU(s)")
 
