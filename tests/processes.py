@@ -48,14 +48,11 @@ def failure():
 
 def zero_steps():
     """ColossalAI's ZeRO step and the fused one, on a CPU: after each, in every precision, all bits must be equal."""
-    from contextlib import nullcontext
-    from unittest.mock import Mock, patch
-
-    from colossalai.accelerator.cpu_accelerator import CpuAccelerator
     from colossalai.nn.optimizer import HybridAdam
     from colossalai.zero import LowLevelZeroOptimizer
 
-    from resnet_cifar10 import cpu, zero
+    from resnet_cifar10 import zero
+    from tests.stand_in import stand_in_for_a_gpu
 
     def run(dtype, fused, **options):
         torch.manual_seed(0)
@@ -63,10 +60,7 @@ def zero_steps():
         optimizer = LowLevelZeroOptimizer(HybridAdam(model.parameters(), lr=0.1), initial_scale=2**5, **options)
         return model, optimizer, fused and zero.fuse_step(optimizer)
 
-    cpu.register_cpu_adam()
-    streams = {name: Mock() for name in ("Stream", "current_stream")}
-    patch.multiple(CpuAccelerator, device_count=Mock(), stream=lambda *_: nullcontext(), **streams).start()
-    patch.object(LowLevelZeroOptimizer, "_sanity_checks").start()  # a GPU is there
+    stand_in_for_a_gpu()
     seed = 0 if dist.get_world_size() > 2 else dist.get_rank()  # a sum of three depends on their order
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         scales, runs = [], [run(dtype, fused, hysteresis=1, growth_interval=2) for fused in (False, True)]

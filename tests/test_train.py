@@ -105,9 +105,13 @@ def test_a_missed_target_fails_through_every_launcher(launch, images):
     ],
 )
 def test_bad_arguments(arguments, words):
-    run = torchrun(2, "train.py", *arguments)
-    run.failed_with(*words)
+    run = python("train.py", *arguments).failed_with(*words)
     assert "usage" not in run.output
+
+
+@pytest.mark.parametrize("arguments", [("--epochs", "0"), ("-r", "5", "-c", "/nowhere")])
+def test_bad_arguments_are_named_once(arguments):
+    torchrun(3, "train.py", *arguments).failed_with()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,0 +1,63 @@
+"""ZeRO and Gemini, trained, stopped and resumed, with a CPU in the place of their GPU."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import TRAIN, python, torchrun
+
+from resnet_cifar10 import metrics
+from resnet_cifar10.checkpoint import PARTS, epochs, read
+
+
+def train(processes, plugin, *arguments, **environment):
+    how = () if plugin == "torch_ddp" else ("-m", "tests.stand_in")
+    return torchrun(processes, *how, *TRAIN, "-p", plugin, "-i", 1, *arguments, **environment)
+
+
+@pytest.mark.parametrize(
+    "plugin, precision, processes",
+    [
+        ("low_level_zero", "fp16", 2),
+        ("low_level_zero", "bf16", 3),
+        ("low_level_zero", "fp32", 1),
+        ("gemini", "fp16", 2),
+        ("gemini", "bf16", 3),
+    ],
+)
+def test_a_resumed_run_is_the_run_that_was_never_stopped(plugin, precision, processes, make_images, tmp_path):
+    images, whole, parts = make_images(), tmp_path / "whole", tmp_path / "parts"
+    how = (processes, plugin, "--precision", precision, "--epochs", 2, "--log_dir", whole)
+    run = train(*how, "-c", whole, DATA=images).succeeded()
+    assert "warning:" not in run.output
+
+    parts.mkdir()
+    for part in PARTS:
+        shutil.copy(whole / f"{part}_1.pth", parts)
+    train(*how, "-c", parts, "-r", "latest", DATA=images).succeeded()
+    for part in PARTS:
+        expected, found = read(whole, part, 2), read(parts, part, 2)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+    model, state = read(whole, "model", 2), read(whole, "state", 2)
+    assert all(weight.dtype == torch.float32 for weight in model.values() if weight.is_floating_point())
+    half = {"fp32": torch.float16, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    assert not torch.equal(model["conv1.weight"], model["conv1.weight"].to(half).float())  # the master weights
+    logged = metrics.read(whole)
+    assert [each["loss_scale"] for each in logged] == ([32, 32] if precision == "fp16" else [None, None])
+    assert state["loss_scale"] == (32 if precision == "fp16" else 0)
+    evaluated = python("eval.py", "-e", 2, "-c", whole, DATA=images).succeeded()
+    assert abs(float(evaluated.accuracies[0]) - 100 * logged[1]["accuracy"]) <= 100 / 30 + 0.01  # an image of 30
+
+
+def test_a_checkpoint_of_one_plugin_resumes_under_any_other_on_any_number_of_processes(make_images, tmp_path):
+    images, steps = make_images(), 0
+    plugins = [("torch_ddp", 2), ("gemini", 3), ("low_level_zero", 1), ("torch_ddp", 3), ("low_level_zero", 2)]
+    plugins += [("gemini", 1), ("torch_ddp", 1)]
+    for epoch, (plugin, processes) in enumerate(plugins, start=1):
+        precision = ("--precision", "fp32" if plugin == "torch_ddp" else "bf16")
+        resume = ("-r", epoch - 1) if epoch > 1 else ()
+        train(processes, plugin, *precision, *resume, "--epochs", epoch, "-c", tmp_path, DATA=images).succeeded()
+        steps += 60 // (10 * processes)
+        assert {values["step"].item() for values in read(tmp_path, "optimizer", epoch)["state"].values()} == {steps}
+    assert epochs(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
