@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, ImageFolder
+from torchvision.datasets.folder import find_classes
 
 Split = tuple[Tensor, Tensor]
 """Images, uint8 of shape (N, 3, 32, 32), and their labels, int64 of shape (N,)."""
@@ -84,7 +85,7 @@ def _load_image_folder(root: Path, split: str) -> Split:
 def class_names(root: Path) -> list[str]:
     """The names of the classes of the data set in ``root``, which :func:`load_split` has read, in the labels' order."""
     if (root / "train").exists():
-        names = ImageFolder(str(root / "test")).classes
+        names, _ = find_classes(str(root / "test"))
         return [os.fsencode(name).decode(errors="replace") for name in names]
     return "airplane automobile bird cat deer dog frog horse ship truck".split()
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from resnet_cifar10.checkpoint import PARTS
 from resnet_cifar10.startup import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +28,7 @@ class Run:
     """A finished command: its exit code, what it wrote, and the lines of that which matter here."""
 
     def __init__(self, returncode: int, stdout: str, stderr: str):
-        self.returncode, self.stdout = returncode, stdout
+        self.returncode, self.stdout, self.stderr = returncode, stdout, stderr
         self.output = (stdout + stderr).replace("\r", "\n")
         self.errors = re.findall(r"^error: .*$", stderr, re.MULTILINE)
         self.accuracies = re.findall(r"^Accuracy of the model on the test images: (\d+\.\d\d) %$", stdout, re.MULTILINE)
@@ -142,6 +143,13 @@ def trained(tmp_path_factory, images):
     folder = tmp_path_factory.mktemp("trained")
     run = torchrun(2, *TRAIN, "--epochs", 3, "-i", 1, "-c", folder, DATA=images).succeeded()
     return folder, run
+
+
+def copy_epoch(source: Path, target: Path, epoch: int) -> None:
+    """Copy one epoch's checkpoint into a folder, made when absent."""
+    target.mkdir(exist_ok=True)
+    for part in PARTS:
+        shutil.copy(source / f"{part}_{epoch}.pth", target)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import BIN, ROOT, TRAIN, kill_family, killed_after, python, torchrun, weights
+from conftest import BIN, ROOT, TRAIN, copy_epoch, kill_family, killed_after, python, torchrun, weights
 from torchvision.models import resnet18
 
 from resnet_cifar10.checkpoint import PARTS, epochs, read
@@ -25,12 +25,6 @@ def one_epoch(trained, tmp_path):
     """A folder with epoch 2 alone, to do things to."""
     copy_epoch(trained[0], tmp_path / "one", 2)
     return tmp_path / "one"
-
-
-def copy_epoch(source, target, epoch):
-    target.mkdir(exist_ok=True)
-    for part in PARTS:
-        shutil.copy(source / f"{part}_{epoch}.pth", target)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -40,7 +40,7 @@ def test_a_checkpoint_of_one_plugin_resumes_under_any_other(tmp_path):
     assert float(run.accuracies[0]) > 90
 
 
-@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini"])
+@pytest.mark.parametrize("plugin", PLUGINS)
 def test_saving_and_loading_lose_nothing(plugin, tmp_path):
     run = torchrun(GPUS, "-m", "tests.processes", "reload", plugin, tmp_path).succeeded()
     losses = [float(loss) for loss in re.search("went on with: (.*)", run.output)[1].split()]

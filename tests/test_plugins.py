@@ -1,10 +1,8 @@
 """ZeRO and Gemini, trained, stopped and resumed, with a CPU in the place of their GPU."""
 
-import shutil
-
 import pytest
 import torch
-from conftest import TRAIN, python, torchrun
+from conftest import TRAIN, copy_epoch, python, torchrun
 
 from resnet_cifar10 import metrics
 from resnet_cifar10.checkpoint import PARTS, epochs, read
@@ -31,9 +29,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(plugin, precision, proc
     run = train(*how, "-c", whole, DATA=images).succeeded()
     assert "warning:" not in run.output
 
-    parts.mkdir()
-    for part in PARTS:
-        shutil.copy(whole / f"{part}_1.pth", parts)
+    copy_epoch(whole, parts, 1)
     train(*how, "-c", parts, "-r", "latest", DATA=images).succeeded()
     for part in PARTS:
         expected, found = read(whole, part, 2), read(parts, part, 2)
