@@ -23,6 +23,10 @@ CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 BIN = Path(sys.executable).parent
 TRAIN = ("train.py", "--batch_size", 10)
 
+# GPUs are for the tests marked so: the others start more processes than there may be GPUs, and expect a CPU's results
+GPUS, VISIBLE_GPUS = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 
 class Run:
     """A finished command: its exit code, what it wrote, and the lines of that which matter here."""

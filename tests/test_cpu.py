@@ -4,10 +4,7 @@ from colossalai.nn.optimizer import HybridAdam
 
 from resnet_cifar10.cpu import CPUAdamOptimizer, register_cpu_adam
 
-cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, HybridAdam has its own kernels")
 
-
-@cpu_only
 @pytest.mark.parametrize("weight_decay", [0, 0.1])
 @pytest.mark.parametrize("adamw_mode, reference", [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
 def test_hybrid_adam_equals_torch(adamw_mode, reference, weight_decay):

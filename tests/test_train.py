@@ -115,7 +115,6 @@ def test_bad_arguments_are_named_once(arguments):
     torchrun(3, "train.py", *arguments).failed_with()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("plugin", ["torch_ddp_fp16", "low_level_zero", "gemini"])
 def test_plugins_that_need_a_gpu(plugin):
     torchrun(2, "train.py", "-p", plugin, "--dummy", "-i", 0).failed_with(f"-p {plugin} needs a GPU", "-p torch_ddp")
