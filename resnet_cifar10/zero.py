@@ -49,19 +49,19 @@ def fuse_step(optimizer) -> bool:
     shard_sizes = [master.numel() for master in masters]
 
     # Gradients, parameter by parameter, each with its padding; this process's shards of them, in fp32
-    grads = torch.zeros(sum(sizes), dtype=optimizer.dtype, device=masters[0].device)
+    grads = torch.empty(sum(sizes), dtype=optimizer.dtype, device=masters[0].device)
     grad_views = [part[: weight.numel()].view_as(weight) for part, weight in zip(grads.split(sizes), working)]
     shards = [part.chunk(world_size)[rank] for part in grads.split(sizes)]
-    master_grads = torch.zeros(sum(shard_sizes), device=grads.device)
+    master_grads = torch.empty(sum(shard_sizes), device=grads.device)
     master_grad_views = master_grads.split(shard_sizes)
 
-    # Weights, this process's shards, and all processes', one process's after the other's
-    gather_input = torch.empty(sum(shard_sizes), dtype=grads.dtype, device=grads.device)
-    gather_output = torch.empty(world_size * len(gather_input), dtype=grads.dtype, device=grads.device)
-    gathered_shards = [shard for part in gather_output.split(len(gather_input)) for shard in part.split(shard_sizes)]
+    # Weights, one process's shards after the other's, in the memory of the gradients, which are no longer needed then
+    gathered = grads.chunk(world_size)
+    gathered_shards = [shard for part in gathered for shard in part.split(shard_sizes)]
     working_shards = [weight.chunk(world_size)[number] for number in range(world_size) for weight in padded]
 
     def reduce_grad(partition_grad: bool) -> None:
+        grads.zero_()  # for the padding
         torch._foreach_copy_(grad_views, [weight.grad for weight in working])
         grads.div_(world_size)
         dist.all_reduce(grads, group=group)
@@ -83,8 +83,8 @@ def fuse_step(optimizer) -> bool:
         for master, grad in zip(masters, master_grad_views):
             master.grad = grad
         optimizer.optim.step()
-        torch._foreach_copy_(gather_input.split(shard_sizes), masters)
-        dist.all_gather_into_tensor(gather_output, gather_input, group=group)
+        torch._foreach_copy_(gathered[rank].split(shard_sizes), masters)
+        dist.all_gather_into_tensor(grads, gathered[rank], group=group)
         torch._foreach_copy_(working_shards, gathered_shards)
 
     if scaler is not None:
