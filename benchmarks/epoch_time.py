@@ -96,16 +96,16 @@ def main() -> None:
     def boosted(plugin):
         booster = Booster(plugin=plugin, mixed_precision="fp16" if args.plugin == "torch_ddp_fp16" else None)
         model = resnet18(num_classes=10)
-        optimizer = HybridAdam(model.parameters(), lr=1e-3 * world_size)
-        model, optimizer, criterion, _, _ = booster.boost(model, optimizer, torch.nn.CrossEntropyLoss())
+        adam = HybridAdam(model.parameters(), lr=1e-3 * world_size)
+        model, optimizer, criterion, _, _ = booster.boost(model, adam, torch.nn.CrossEntropyLoss())
         model.train()
-        return booster, model, optimizer, criterion
+        return booster, model, optimizer, adam, criterion
 
     def endless(loader):
         while True:
             yield from loader
 
-    def steps_of(booster, model, optimizer, criterion, batches, read_loss):
+    def steps_of(booster, model, optimizer, adam, criterion, batches, read_loss):
         def run(count: int) -> None:
             for _ in range(count):
                 images, labels = next(batches)
@@ -116,7 +116,7 @@ def main() -> None:
                 if read_loss:
                     loss.item()
 
-        return run, optimizer
+        return run, adam
 
     def classic_loop():
         on_gpu = device.type == "cuda"
@@ -135,9 +135,9 @@ def main() -> None:
             train_set, args.batch_size, shuffle=True, drop_last=True, collate_fn=lambda batch: batch
         )
         with cuda_graphs.capturable():
-            booster, model, optimizer, criterion = boosted(plugin)
+            booster, model, optimizer, adam, criterion = boosted(plugin)
         speed_up(args.plugin, model, optimizer, args.batch_size, args.eager)
-        return steps_of(booster, model, optimizer, criterion, endless(loader), read_loss=False)
+        return steps_of(booster, model, optimizer, adam, criterion, endless(loader), read_loss=False)
 
     def synchronize() -> None:
         dist.barrier()
@@ -155,9 +155,9 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        run, optimizer = make_loop()
+        run, adam = make_loop()
         run(args.steps)  # warm up
-        moments = [state[name] for state in optimizer.optim.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        moments = [state[name] for state in adam.state.values() for name in ("exp_avg", "exp_avg_sq")]
         memory = f"optimizer state {sum(moment.nbytes for moment in moments) / 2**20:.1f} MiB"
         if device.type == "cuda":
             memory += f", peak {(torch.cuda.max_memory_allocated() - before) / 2**20:.0f} MiB"
