@@ -88,7 +88,7 @@ def speed_up(name: str, model, optimizer, batch_size: int, eager: bool) -> None:
 
     if name == "low_level_zero" and not zero.fuse_step(optimizer) and os.environ["RANK"] == "0":
         print("warning: ZeRO's step is not fused: it has other options, or another version", file=sys.stderr)
-    if torch.cuda.is_available() and not eager and name != "gemini":  # it moves its parameters, graphs need them fixed
+    if torch.cuda.is_available() and not eager:
         cuda_graphs.capture(model, batch_size, autocast=name == "torch_ddp_fp16")
 
 

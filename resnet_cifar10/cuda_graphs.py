@@ -9,6 +9,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from colossalai.tensor.param_op_hook import ColoParamOpHookManager
+from colossalai.zero import GeminiDDP
+from torch import Tensor
+from torch.func import functional_call
 
 from resnet_cifar10.failure import fail
 
@@ -41,16 +45,19 @@ def capture(model, batch_size: int, autocast: bool) -> None:
         model: boosted, its parameters at addresses that do not change; left in training mode.
         autocast: whether ``model`` runs its network in fp16 by autocast.
     """
-    network = model.unwrap().train()
+    network = model.train().unwrap()
     statistics = [(buffer, buffer.clone()) for buffer in network.buffers()]
     weight = next(network.parameters())
-    images = torch.rand(batch_size, 3, 32, 32).to(weight)
+    images = torch.rand(batch_size, 3, 32, 32).to(weight.device, weight.dtype)
     stream = torch.cuda.current_stream()
     gloo_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=1))  # NCCL's may wait in a capture
     failure = None
     try:
         with torch.autocast("cuda", dtype=torch.float16, enabled=autocast, cache_enabled=False):
-            torch.cuda.make_graphed_callables(network, (images,), num_warmup_iters=WARMUP_STEPS)
+            if isinstance(model, GeminiDDP):
+                _capture_under_gemini(model, images)
+            else:
+                torch.cuda.make_graphed_callables(network, (images,), num_warmup_iters=WARMUP_STEPS)
     except RuntimeError as error:
         failure = str(error).splitlines()[0]
         torch.cuda.set_stream(stream)  # a capture that fails does not always leave its own
@@ -69,6 +76,59 @@ def capture(model, batch_size: int, autocast: bool) -> None:
             print(f"warning: training without CUDA graphs, which could not be captured: {reason}", file=sys.stderr)
     for buffer, before in statistics:  # the warm-up has moved BatchNorm's
         buffer.copy_(before)
+
+
+def _capture_module(network, images: Tensor) -> None:
+    torch.cuda.make_graphed_callables(network, (images,), num_warmup_iters=WARMUP_STEPS)
+
+
+def _capture_one_operator(network, images: Tensor) -> None:
+    """For Gemini's hooks, which know operators by the parameters among their arguments."""
+    names, parameters = zip(*network.named_parameters())
+    weights = tuple(parameter.data.requires_grad_() for parameter in parameters)  # where the parameters are, and stay
+
+    def operator(images: Tensor, *weights: Tensor) -> Tensor:
+        return functional_call(network, dict(zip(names, weights)), (images,))
+
+    replay = torch.cuda.make_graphed_callables(operator, (images, *weights), num_warmup_iters=WARMUP_STEPS)
+    eager = network.forward
+
+    def forward(images: Tensor) -> Tensor:
+        if not (network.training and ColoParamOpHookManager.has_hook()):
+            return eager(images)
+        with torch._C.DisableTorchFunction():
+            images, *weights = ColoParamOpHookManager.pre_op(parameters, images, *parameters)
+            return ColoParamOpHookManager.post_op(parameters, replay(images, *weights))
+
+    network.forward = forward
+
+
+def _capture_under_gemini(model: GeminiDDP, images: Tensor) -> None:
+    """Pass the whole network through Gemini's hooks as one operator with all parameters, and replay that.
+
+    Operator by operator, its hooks run in Python some 60 times each way, and no graph can hold them. A network of less
+    than GeminiPlugin's ``min_chunk_size_m``, by default 32 Mi parameters, has a single chunk, which stays where it is.
+    """
+    if not all(chunk.keep_gathered for chunk in model.chunk_manager.get_chunks(model.fp16_params)):
+        raise RuntimeError("Gemini moves the parameters of a network of this size")
+    network, hooks = model.unwrap(), ColoParamOpHookManager
+    names, parameters = zip(*network.named_parameters())
+    weights = [parameter.data.requires_grad_() for parameter in parameters]
+
+    def operator(images: Tensor, *weights: Tensor) -> Tensor:
+        return functional_call(network, dict(zip(names, weights)), (images,))
+
+    replay = torch.cuda.make_graphed_callables(operator, (images, *weights), num_warmup_iters=WARMUP_STEPS)
+    eager = network.forward
+
+    def forward(images: Tensor) -> Tensor:
+        if not (model.training and hooks.has_hook()):
+            return eager(images)
+        with torch._C.DisableTorchFunction():
+            images, *weights = hooks.pre_op(parameters, images, *parameters)
+            return hooks.post_op(parameters, replay(images, *weights))
+
+    network.forward = forward
 
 
 def reset() -> None:

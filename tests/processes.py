@@ -3,7 +3,9 @@
 import os
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torchvision.models import resnet18
@@ -87,6 +89,65 @@ def zero_steps():
 
     _, clips, done = run(torch.float16, fused=True, clip_grad_norm=1.0)
     assert not done and "step" not in vars(clips)
+
+
+def gemini_steps():
+    """Gemini's, operator by operator and with the network as one, on a CPU: after each, all bits must be equal."""
+    from colossalai.nn.optimizer import HybridAdam
+    from colossalai.zero import GeminiDDP, GeminiOptimizer
+
+    from resnet_cifar10 import cuda_graphs
+    from tests.stand_in import stand_in_for_a_gpu
+
+    def run(dtype, is_one, min_chunk_size_m=32):
+        torch.manual_seed(0)
+        network = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3, bias=False), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(3600, 10)
+        )
+        optimizer = HybridAdam(network.parameters(), lr=0.01)
+        options = dict(search_range_m=32, min_chunk_size_m=min_chunk_size_m, chunk_init_device=torch.device("cpu"))
+        model = GeminiDDP(network, **options, placement_policy="static", mixed_precision=dtype)
+        optimizer = GeminiOptimizer(optimizer, model, initial_scale=2**5, hysteresis=1, growth_interval=2)
+
+        def replay(operator, inputs, **_):  # as a graph does, with the shapes and at the addresses of its capture
+            shape, addresses = inputs[0].shape, [weight.data_ptr() for weight in inputs[1:]]
+
+            def call(images, *weights):
+                assert images.shape == shape and [weight.data_ptr() for weight in weights] == addresses
+                with patch.dict(vars(model.module)):
+                    del model.module.forward
+                    return operator(images, *weights)
+
+            return call
+
+        if is_one:
+            with patch.object(torch.cuda, "make_graphed_callables", replay):
+                cuda_graphs._capture_under_gemini(model, torch.rand(4, 3, 32, 32))
+        return model, optimizer
+
+    stand_in_for_a_gpu()
+    for dtype in (torch.float16, torch.bfloat16):
+        scales, runs = [], [run(dtype, is_one) for is_one in (False, True)]
+        for step in range(8):
+            torch.manual_seed(100 * step + (dist.get_rank() if dist.get_world_size() < 3 else 0))
+            images, labels = torch.rand(4, 3, 32, 32), torch.randint(0, 10, (4,))
+            found = []
+            for model, optimizer in runs:
+                model.train()
+                loss = torch.nn.functional.cross_entropy(model(images), labels)
+                optimizer.backward(loss * (1e9 if step == 4 and dtype == torch.float16 else 1))
+                optimizer.step()
+                optimizer.zero_grad()
+                model.eval()
+                with torch.no_grad():
+                    found.append({"loss": loss, "logits": model(images[:3]), **dict(model.module.named_buffers())})
+                found[-1].update(model.state_dict(only_rank_0=False))
+            torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+            if dtype == torch.float16:
+                scales.append(optimizer.mix_precision_mixin.loss_scale)
+        print(f"{dtype}: equal, loss scales {scales}", flush=True)
+    with pytest.raises(RuntimeError, match="Gemini moves the parameters"):
+        run(torch.float16, is_one=True, min_chunk_size_m=0)
 
 
 def boosted(plugin, *how):
@@ -190,7 +251,7 @@ def save_for_ever(folder):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("accuracies", "averages", "failure", "zero_steps"):
+    if sys.argv[1] in ("accuracies", "averages", "failure", "zero_steps", "gemini_steps"):
         dist.init_process_group("gloo")
     if int(os.environ.get("RANK", 0)) > 0:
         sys.stdout = open(os.devnull, "w")

@@ -6,14 +6,23 @@ import sys
 
 import pytest
 import torch
-from conftest import BIN, ROOT, killed_after, python, torchrun
+from conftest import BIN, GPUS, ROOT, VISIBLE_GPUS, killed_after, python, torchrun
 
 from resnet_cifar10.checkpoint import PARTS
 from resnet_cifar10.metrics import read
 from train import PLUGINS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-GPUS = min(2, torch.cuda.device_count())
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA GPU")]
+PROCESSES = min(2, GPUS)
+TOLERANCES = {"fp32": 0, "fp16": 0.1, "bf16": 0.5}  # in points: train.py evaluates in this precision, eval.py in fp32
+
+
+@pytest.fixture(autouse=True)
+def visible_gpus(monkeypatch):
+    if VISIBLE_GPUS is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", VISIBLE_GPUS)
 
 
 @pytest.mark.parametrize("plugin, precision", [(plugin, each) for plugin in PLUGINS for each in PLUGINS[plugin]])
@@ -21,11 +30,12 @@ def test_eval_agrees_with_training(plugin, precision, tmp_path):
     """Which goes on after it has evaluated for the first time."""
     arguments = ("--dummy", "-c", tmp_path)
     how = ("-p", plugin, "--precision", precision, "--epochs", 2, "--eval_interval", 1, "--log_dir", tmp_path)
-    run = torchrun(GPUS, "train.py", *arguments, *how).succeeded()
+    run = torchrun(PROCESSES, "train.py", *arguments, *how).succeeded()
     evaluated = python("eval.py", "-e", 2, *arguments).succeeded()
     (printed,), (found,) = run.accuracies, evaluated.accuracies
     assert float(printed) > 90
-    assert found == printed if precision == "fp32" else abs(float(found) - float(printed)) <= 0.1 + 1e-9
+    print(f"{plugin}, {precision}: train.py {printed} %, eval.py {found} %")
+    assert abs(float(found) - float(printed)) <= TOLERANCES[precision] + 1e-9
     assert all(metrics["peak_memory_mib"] > 100 for metrics in read(tmp_path))
     assert [metrics["loss_scale"] is not None for metrics in read(tmp_path)] == [precision == "fp16"] * 2
     assert "warning:" not in run.output and "[extension]" not in run.output
@@ -36,13 +46,13 @@ def test_a_checkpoint_of_one_plugin_resumes_under_any_other(tmp_path):
     for epoch, plugin in enumerate(plugins):
         resume = ("-r", epoch) if epoch else ()
         arguments = ("-p", plugin, "--dummy", "-i", 1, "--epochs", epoch + 1, "-c", tmp_path, *resume)
-        run = torchrun(GPUS, "train.py", *arguments).succeeded()
+        run = torchrun(PROCESSES, "train.py", *arguments).succeeded()
     assert float(run.accuracies[0]) > 90
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_saving_and_loading_lose_nothing(plugin, tmp_path):
-    run = torchrun(GPUS, "-m", "tests.processes", "reload", plugin, tmp_path).succeeded()
+    run = torchrun(PROCESSES, "-m", "tests.processes", "reload", plugin, tmp_path).succeeded()
     losses = [float(loss) for loss in re.search("went on with: (.*)", run.output)[1].split()]
     assert max(losses) < 2.5
     saved, reloaded = (
@@ -70,7 +80,7 @@ def test_a_resumed_epoch_is_within_the_noise_of_two_runs(plugin, tmp_path):
     for folder, resume in (("a", -1), ("b", -1), ("a", 1)):
         how = ("-p", plugin, "--dummy", "--epochs", 2, "-i", 1, "-r", resume)
         log = tmp_path / f"{folder} {resume}"
-        torchrun(GPUS, "train.py", *how, "-c", tmp_path / folder, "--log_dir", log).succeeded()
+        torchrun(PROCESSES, "train.py", *how, "-c", tmp_path / folder, "--log_dir", log).succeeded()
         losses.append(read(log)[-1]["loss"])
     a, b, resumed = losses
     print(f"{plugin}: mean losses of epoch 2: {a:.5f} and {b:.5f}, resumed {resumed:.5f}")
@@ -78,11 +88,11 @@ def test_a_resumed_epoch_is_within_the_noise_of_two_runs(plugin, tmp_path):
 
 
 def test_more_processes_than_gpus():
-    torchrun(torch.cuda.device_count() + 1, "train.py", "--dummy").failed_with("GPU(s)")
+    torchrun(GPUS + 1, "train.py", "--dummy").failed_with("GPU(s)")
 
 
 def first_losses(plugin, *how):
-    run = torchrun(GPUS, "-m", "tests.processes", "losses", plugin, *how).succeeded()
+    run = torchrun(PROCESSES, "-m", "tests.processes", "losses", plugin, *how).succeeded()
     numbers = {name: [float(x) for x in re.search(rf"{name}: (.*)", run.output)[1].split()] for name in NUMBERS}
     return *(torch.tensor(numbers[name]) for name in NUMBERS), run
 
@@ -90,7 +100,7 @@ def first_losses(plugin, *how):
 NUMBERS = ("losses", "statistics")
 
 
-@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_ddp_fp16", "low_level_zero"])
+@pytest.mark.parametrize("plugin", PLUGINS)
 def test_graphs_change_nothing_but_the_speed(plugin):
     eager, statistics, _ = first_losses(plugin)
     again, _, _ = first_losses(plugin)
@@ -130,7 +140,15 @@ def test_a_failed_capture_falls_back_with_one_line():
 @pytest.mark.parametrize("target, code", [(0.2, 0), (1, 1)])
 def test_a_run_with_graphs_ends_at_once(target, code, tmp_path):
     """Within 5 s of its last line; a hang would take for ever."""
-    command = [BIN / "torchrun", "--standalone", f"--nproc_per_node={GPUS}", "train.py", "--dummy", "--epochs", "1"]
+    command = [
+        BIN / "torchrun",
+        "--standalone",
+        f"--nproc_per_node={PROCESSES}",
+        "train.py",
+        "--dummy",
+        "--epochs",
+        "1",
+    ]
     command += ["-i", "0", "--target_acc", str(target)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
     with killed_after(200, process):
