@@ -14,7 +14,7 @@ from train import PLUGINS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA GPU")]
 PROCESSES = min(2, GPUS)
-TOLERANCES = {"fp32": 0, "fp16": 0.1, "bf16": 0.5}  # in points: train.py evaluates in this precision, eval.py in fp32
+TOLERANCES = {"fp32": 0, "fp16": 0.1, "bf16": 1}  # in points: train.py evaluates in this precision, eval.py in fp32
 
 
 @pytest.fixture(autouse=True)
