@@ -78,39 +78,16 @@ def capture(model, batch_size: int, autocast: bool) -> None:
         buffer.copy_(before)
 
 
-def _capture_module(network, images: Tensor) -> None:
-    torch.cuda.make_graphed_callables(network, (images,), num_warmup_iters=WARMUP_STEPS)
-
-
-def _capture_one_operator(network, images: Tensor) -> None:
-    """For Gemini's hooks, which know operators by the parameters among their arguments."""
-    names, parameters = zip(*network.named_parameters())
-    weights = tuple(parameter.data.requires_grad_() for parameter in parameters)  # where the parameters are, and stay
-
-    def operator(images: Tensor, *weights: Tensor) -> Tensor:
-        return functional_call(network, dict(zip(names, weights)), (images,))
-
-    replay = torch.cuda.make_graphed_callables(operator, (images, *weights), num_warmup_iters=WARMUP_STEPS)
-    eager = network.forward
-
-    def forward(images: Tensor) -> Tensor:
-        if not (network.training and ColoParamOpHookManager.has_hook()):
-            return eager(images)
-        with torch._C.DisableTorchFunction():
-            images, *weights = ColoParamOpHookManager.pre_op(parameters, images, *parameters)
-            return ColoParamOpHookManager.post_op(parameters, replay(images, *weights))
-
-    network.forward = forward
-
-
 def _capture_under_gemini(model: GeminiDDP, images: Tensor) -> None:
     """Pass the whole network through Gemini's hooks as one operator with all parameters, and replay that.
 
-    Operator by operator, its hooks run in Python some 60 times each way, and no graph can hold them. A network of less
+    Operator by operator, its hooks run in Python some 40 times each way, and no graph can hold them. A network of less
     than GeminiPlugin's ``min_chunk_size_m``, by default 32 Mi parameters, has a single chunk, which stays where it is.
     """
     if not all(chunk.keep_gathered for chunk in model.chunk_manager.get_chunks(model.fp16_params)):
         raise RuntimeError("Gemini moves the parameters of a network of this size")
+    if len(model.hooks) > 1:
+        raise RuntimeError("Gemini computes in fp8, operator by operator")
     network, hooks = model.unwrap(), ColoParamOpHookManager
     names, parameters = zip(*network.named_parameters())
     weights = [parameter.data.requires_grad_() for parameter in parameters]

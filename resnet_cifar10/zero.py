@@ -22,7 +22,7 @@ def fuse_step(optimizer) -> bool:
     As it comes, it cuts, pads, casts and copies each gradient and each weight by itself, asks the GPU for each gradient
     whether it overflowed, and for the loss scale twice: some 400 small operations and 70 waits a step. Here gradients
     and weights pass through buffers that hold them all, and it waits once, in fp16 alone, to learn of an overflow.
-    Every parameter must get a gradient in every step.
+    Every parameter must get a gradient in every step, and every step follow a backward pass of its own.
 
     Private parts of ColossalAI 0.5.0 are used and replaced.
 

@@ -48,13 +48,21 @@ def failure():
     print("went on", flush=True)
 
 
+def steps():
+    """Of ZeRO and of Gemini, faster than they come."""
+    from tests.stand_in import stand_in_for_a_gpu
+
+    stand_in_for_a_gpu()
+    zero_steps()
+    gemini_steps()
+
+
 def zero_steps():
     """ColossalAI's ZeRO step and the fused one, on a CPU: after each, in every precision, all bits must be equal."""
     from colossalai.nn.optimizer import HybridAdam
     from colossalai.zero import LowLevelZeroOptimizer
 
     from resnet_cifar10 import zero
-    from tests.stand_in import stand_in_for_a_gpu
 
     def run(dtype, fused, **options):
         torch.manual_seed(0)
@@ -62,7 +70,6 @@ def zero_steps():
         optimizer = LowLevelZeroOptimizer(HybridAdam(model.parameters(), lr=0.1), initial_scale=2**5, **options)
         return model, optimizer, fused and zero.fuse_step(optimizer)
 
-    stand_in_for_a_gpu()
     seed = 0 if dist.get_world_size() > 2 else dist.get_rank()  # a sum of three depends on their order
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         scales, runs = [], [run(dtype, fused, hysteresis=1, growth_interval=2) for fused in (False, True)]
@@ -85,7 +92,7 @@ def zero_steps():
             if dtype == torch.float16:
                 scales.append(optimizer.mixed_precision_mixin.loss_scale)
                 assert scales[-1] == fused_optimizer.mixed_precision_mixin.loss_scale
-        print(f"{dtype}: equal, loss scales {scales}", flush=True)
+        print(f"ZeRO, {dtype}: equal, loss scales {scales}", flush=True)
 
     _, clips, done = run(torch.float16, fused=True, clip_grad_norm=1.0)
     assert not done and "step" not in vars(clips)
@@ -97,7 +104,6 @@ def gemini_steps():
     from colossalai.zero import GeminiDDP, GeminiOptimizer
 
     from resnet_cifar10 import cuda_graphs
-    from tests.stand_in import stand_in_for_a_gpu
 
     def run(dtype, is_one, min_chunk_size_m=32):
         torch.manual_seed(0)
@@ -113,6 +119,7 @@ def gemini_steps():
             shape, addresses = inputs[0].shape, [weight.data_ptr() for weight in inputs[1:]]
 
             def call(images, *weights):
+                replays.append(dtype)
                 assert images.shape == shape and [weight.data_ptr() for weight in weights] == addresses
                 with patch.dict(vars(model.module)):
                     del model.module.forward
@@ -125,7 +132,7 @@ def gemini_steps():
                 cuda_graphs._capture_under_gemini(model, torch.rand(4, 3, 32, 32))
         return model, optimizer
 
-    stand_in_for_a_gpu()
+    replays = []
     for dtype in (torch.float16, torch.bfloat16):
         scales, runs = [], [run(dtype, is_one) for is_one in (False, True)]
         for step in range(8):
@@ -145,7 +152,8 @@ def gemini_steps():
             torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
             if dtype == torch.float16:
                 scales.append(optimizer.mix_precision_mixin.loss_scale)
-        print(f"{dtype}: equal, loss scales {scales}", flush=True)
+        assert replays.count(dtype) == 8
+        print(f"Gemini, {dtype}: equal, loss scales {scales}", flush=True)
     with pytest.raises(RuntimeError, match="Gemini moves the parameters"):
         run(torch.float16, is_one=True, min_chunk_size_m=0)
 
@@ -197,9 +205,12 @@ def boosted(plugin, *how):
 
 
 def losses(plugin, *how):
-    """Of the first 50 steps, and what they leave BatchNorm with."""
+    """Of the first 50 steps, and what they leave BatchNorm with; how many graphs they replayed."""
     train, (_, model, *_) = boosted(plugin, *how)
-    print("losses:", *train(50), flush=True)
+    replay, replays = torch.cuda.CUDAGraph.replay, []
+    with patch.object(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph))):
+        print("losses:", *train(50), flush=True)
+    print("replays:", len(replays), flush=True)
     print("statistics:", *(buffer.float().sum().item() for buffer in model.unwrap().buffers()), flush=True)
 
 
@@ -251,7 +262,7 @@ def save_for_ever(folder):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("accuracies", "averages", "failure", "zero_steps", "gemini_steps"):
+    if sys.argv[1] in ("accuracies", "averages", "failure", "steps"):
         dist.init_process_group("gloo")
     if int(os.environ.get("RANK", 0)) > 0:
         sys.stdout = open(os.devnull, "w")

@@ -93,6 +93,7 @@ def test_more_processes_than_gpus():
 
 def first_losses(plugin, *how):
     run = torchrun(PROCESSES, "-m", "tests.processes", "losses", plugin, *how).succeeded()
+    assert f"replays: {100 if 'graphs' in how and 'uncapturable' not in how else 0}\n" in run.output
     numbers = {name: [float(x) for x in re.search(rf"{name}: (.*)", run.output)[1].split()] for name in NUMBERS}
     return *(torch.tensor(numbers[name]) for name in NUMBERS), run
 
@@ -128,9 +129,10 @@ def test_the_fused_step_of_zero_changes_nothing_but_the_speed():
         assert difference.mean() <= 2 * noise.mean() + 5e-3
 
 
-def test_a_failed_capture_falls_back_with_one_line():
-    eager, _, _ = first_losses("torch_ddp")
-    uncaptured, _, run = first_losses("torch_ddp", "graphs", "uncapturable")
+@pytest.mark.parametrize("plugin", ["torch_ddp", "gemini"])
+def test_a_failed_capture_falls_back_with_one_line(plugin):
+    eager, _, _ = first_losses(plugin)
+    uncaptured, _, run = first_losses(plugin, "graphs", "uncapturable")
     warnings = re.findall(r"^warning: .*$", run.output, re.MULTILINE)
     assert len(warnings) == 1
     assert warnings[0].startswith("warning: training without CUDA graphs, which could not be captured: ")
