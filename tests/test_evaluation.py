@@ -6,8 +6,12 @@ from conftest import torchrun
 WORLD_SIZES = (1, 2, 3)
 
 
-def test_one_accuracy_whatever_the_number_of_processes():
-    outputs = {size: torchrun(size, "-m", "tests.processes", "accuracies").succeeded().output for size in WORLD_SIZES}
+@pytest.fixture(scope="module")
+def outputs():
+    return {size: torchrun(size, "-m", "tests.processes", "evaluation").succeeded().output for size in WORLD_SIZES}
+
+
+def test_one_accuracy_whatever_the_number_of_processes(outputs):
     found = {size: re.findall(r"(\d+) images: (\S+)", output) for size, output in outputs.items()}
     assert len(found[1]) == 5
     assert found[1] == found[2] == found[3]
@@ -18,9 +22,8 @@ def test_one_accuracy_whatever_the_number_of_processes():
 
 
 @pytest.mark.parametrize("size, mean, variance", [(1, 0, 1), (2, 0.5, 1.5), (3, 1, 2)])
-def test_batch_norm_statistics_are_averaged(size, mean, variance):
-    output = torchrun(size, "-m", "tests.processes", "averages").succeeded().output
-    assert f"averages: [{mean:.1f}, {10 * mean:.1f}] [{variance:.1f}, {variance:.1f}]" in output
+def test_batch_norm_statistics_are_averaged(size, mean, variance, outputs):
+    assert f"averages: [{mean:.1f}, {10 * mean:.1f}] [{variance:.1f}, {variance:.1f}]" in outputs[size]
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
