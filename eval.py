@@ -41,11 +41,11 @@ def main() -> None:
 
     # Only now: these imports take seconds
     import torch
-    from torchvision.models import resnet18
     from tqdm import tqdm
 
     from resnet_cifar10 import data, report
     from resnet_cifar10.evaluation import accuracy_line, accuracy_of, confusion_matrix
+    from resnet_cifar10.model import make_model
 
     with fail_clearly():
         if args.dummy:
@@ -59,7 +59,7 @@ def main() -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     images, labels = images.to(device), labels.to(device)
-    model = resnet18(num_classes=10).to(device)
+    model = make_model().to(device)
     confusions = {}
     for epoch in tqdm(epochs, desc="Evaluating", leave=False, disable=len(epochs) == 1):
         with fail_clearly():

@@ -34,7 +34,7 @@ def parse_args() -> argparse.Namespace:
     parser.error = fail
     add = parser.add_argument
     add("-p", "--plugin", default="torch_ddp", choices=PLUGINS, help="how the Booster distributes the training")
-    add("--precision", choices=("fp32", "fp16", "bf16"), help="of low_level_zero or (no fp32) gemini; if absent, fp16")
+    add("--precision", choices=("fp32", "fp16", "bf16"), help="of low_level_zero or (no fp32) gemini, if not fp16")
     add("-r", "--resume", type=arguments.resume_epoch, default=-1, help="epoch to resume from, or latest; -1: none")
     add("-c", "--checkpoint", type=Path, default="./checkpoint", help="folder of the checkpoints, made when absent")
     add(
@@ -62,7 +62,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def make_plugin(name: str, precision: str | None = None):
-    """ColossalAI's plugin for one of the :data:`PLUGINS`: the one place in which the four ways to train differ."""
+    """ColossalAI's plugin for one of the :data:`PLUGINS`; DDP's fp16 is up to the Booster."""
     from colossalai.accelerator import get_accelerator
     from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 
@@ -124,11 +124,11 @@ def main() -> None:
     from colossalai.nn.optimizer import HybridAdam
     from torch.optim.lr_scheduler import MultiStepLR
     from torch.utils.data import DistributedSampler
-    from torchvision.models import resnet18
     from tqdm import tqdm
 
     from resnet_cifar10 import cpu, cuda_graphs, data
     from resnet_cifar10.evaluation import accuracy_line, average_batch_norm_statistics, evaluate
+    from resnet_cifar10.model import make_model
 
     # Launch: one process per GPU, each of which runs this file
     if get_accelerator().name == "cuda":
@@ -167,7 +167,7 @@ def main() -> None:
     )
 
     # Model, loss, optimizer and learning rate
-    model = resnet18(num_classes=10)
+    model = make_model()
     criterion = torch.nn.CrossEntropyLoss()
     optimizer = HybridAdam(model.parameters(), lr=args.lr * coordinator.world_size)
     lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
@@ -184,7 +184,7 @@ def main() -> None:
     if args.resume == "latest":
         args.resume = checkpoint.agree_on_latest(args.checkpoint)
         if args.resume > args.epochs:
-            fail(f"the newest checkpoint is of epoch {args.resume}, beyond --epochs {args.epochs}")
+            fail(f"the newest checkpoint is of epoch {args.resume}, beyond --epochs {args.epochs}: raise that")
     if args.resume != -1:
         checkpoint.load(booster, model, optimizer, lr_scheduler, args.checkpoint, args.resume)
     start_epoch = max(args.resume, 0) + 1

@@ -65,9 +65,9 @@ def main() -> None:
     from PIL import Image
     from torch.utils.data import Dataset
     from torchvision import transforms
-    from torchvision.models import resnet18
 
     from resnet_cifar10 import cpu, cuda_graphs, data
+    from resnet_cifar10.model import make_model
 
     if not torch.cuda.is_available():
         cpu.register_cpu_adam()
@@ -95,7 +95,7 @@ def main() -> None:
 
     def boosted(plugin):
         booster = Booster(plugin=plugin, mixed_precision="fp16" if args.plugin == "torch_ddp_fp16" else None)
-        model = resnet18(num_classes=10)
+        model = make_model()
         adam = HybridAdam(model.parameters(), lr=1e-3 * world_size)
         model, optimizer, criterion, _, _ = booster.boost(model, adam, torch.nn.CrossEntropyLoss())
         model.train()

@@ -103,9 +103,12 @@ def read(folder: Path, part: str, epoch: int) -> dict:
     Raises:
         ValueError: it cannot be read or does not fit; the message names the file.
     """
+    return _read_file(path_of(folder, part, epoch), part, epoch)
+
+
+def _read_file(path: Path, part: str, epoch: int) -> dict:
     import torch
 
-    path = path_of(folder, part, epoch)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -115,7 +118,7 @@ def read(folder: Path, part: str, epoch: int) -> dict:
     try:
         return {MODEL: _model, OPTIMIZER: _optimizer, LR_SCHEDULER: _lr_scheduler, STATE: _state}[part](content, epoch)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{path} does not fit a ResNet-18 for ten classes after epoch {epoch} ({error})") from error
+        raise ValueError(f"{path} does not fit this model, with HybridAdam, after epoch {epoch} ({error})") from error
 
 
 # Each of the following returns what is to be loaded of a file's content, whatever that may be. What is not as expected
@@ -130,10 +133,11 @@ def _require(holds: bool, what: str) -> None:
 def _blank_model():
     """The model with names and shapes only."""
     import torch
-    from torchvision.models import resnet18
+
+    from resnet_cifar10.model import make_model
 
     with torch.device("meta"):
-        return resnet18(num_classes=10)
+        return make_model()
 
 
 def _require_like(tensor, like, name: str) -> None:
@@ -244,8 +248,9 @@ def _set_loss_scaling(optimizer, state: dict) -> None:
 def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> None:
     """Save what the Booster has boosted; all processes call it, for ZeRO and Gemini gather what they have scattered.
 
-    The files get their names when all of them have been written and flushed to the disk. If that fails, the run ends
-    with one line. A process killed on the way leaves the epoch without its state file, or as it was, or complete.
+    The files get their names when all of them have been written, checked as :func:`read` does, and flushed to the disk.
+    If that fails, the run ends with one line. A process killed on the way leaves the epoch as it was, complete, or
+    without its state file.
     """
     import torch
     import torch.distributed as dist
@@ -291,10 +296,20 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
         write(STATE, write_state)
         with fail_together():
             if is_master:
+                _check_loadable(new, epoch)
                 _put_in_place(new, folder, epoch)
     finally:
         if new is not None:
             shutil.rmtree(new, ignore_errors=True)
+
+
+def _check_loadable(new: Path, epoch: int) -> None:
+    """A model or an optimizer that was changed in one place only is found out now, and not when it is to be resumed."""
+    for part in PARTS:
+        try:
+            _read_file(new / part, part, epoch)
+        except ValueError as error:
+            raise ValueError(f"nothing is saved, for it could not be loaded again: {error}") from error
 
 
 def _put_in_place(new: Path, folder: Path, epoch: int) -> None:

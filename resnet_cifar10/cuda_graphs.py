@@ -3,6 +3,7 @@
 import atexit
 import gc
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from colossalai.zero import GeminiDDP
 from torch import Tensor
 from torch.func import functional_call
 
+from resnet_cifar10.data import SIZE
 from resnet_cifar10.failure import fail
 
 WARMUP_STEPS = 11  # what PyTorch's notes on graphs ask for under DDP
@@ -23,7 +25,7 @@ WARMUP_STEPS = 11  # what PyTorch's notes on graphs ask for under DDP
 def capturable() -> Iterator[None]:
     """Boost in this block what is to be captured later: on a stream of its own.
 
-    What DDP and autograd set up on the default stream, they go on using it for, and no capture survives that.
+    DDP and autograd go on using the stream they were set up on; where that is the default one, the capture fails.
     """
     if not torch.cuda.is_available():
         yield
@@ -39,16 +41,17 @@ def capture(model, batch_size: int, autocast: bool) -> None:
     """Make a boosted ``model`` replay graphs when it trains on batches of ``batch_size``; it evaluates as before.
 
     All processes call it. Where they cannot capture, they go on without graphs, and the first says so; where only some
-    can, those wait for the others for ever, in SyncBatchNorm, and the run ends with one line.
+    can, those hang in SyncBatchNorm, and after a minute the others end the run with one line.
 
     Args:
-        model: boosted, its parameters at addresses that do not change; left in training mode.
+        model: boosted, its parameters at addresses that do not change; left in training mode. Its network takes a batch
+            of images, and nothing else.
         autocast: whether ``model`` runs its network in fp16 by autocast.
     """
     network = model.train().unwrap()
     statistics = [(buffer, buffer.clone()) for buffer in network.buffers()]
     weight = next(network.parameters())
-    images = torch.rand(batch_size, 3, 32, 32).to(weight.device, weight.dtype)
+    images = torch.rand(batch_size, 3, SIZE, SIZE).to(weight.device, weight.dtype)
     stream = torch.cuda.current_stream()
     gloo_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=1))  # NCCL's may wait in a capture
     failure = None
@@ -109,7 +112,12 @@ def _capture_under_gemini(model: GeminiDDP, images: Tensor) -> None:
 
 
 def reset() -> None:
-    """Free all captured graphs: a process group never ends while one with its collectives lives (pytorch#115388)."""
+    """Free all captured graphs: a process group never ends while one with its collectives lives (pytorch#115388).
+
+    Not while a collective is under way: the search for the graphs holds all tensors for a moment, and PyTorch complains
+    of those that a thread frees meanwhile.
+    """
+    time.sleep(0.1)  # for the threads that free the tensors of the last collectives
     for graph in gc.get_objects():
         if type(graph) is torch.cuda.CUDAGraph:
             graph.reset()

@@ -17,6 +17,8 @@ Split = tuple[Tensor, Tensor]
 """Images, uint8 of shape (N, 3, 32, 32), and their labels, int64 of shape (N,)."""
 
 CLASSES = 10
+SIZE = 32
+"""Height and width of an image, in pixels."""
 PADDING = 4
 
 
@@ -76,8 +78,8 @@ def _load_image_folder(root: Path, split: str) -> Split:
             image = np.asarray(folder.loader(path))
         except Exception as error:  # Pillow raises many kinds for a broken file
             raise ValueError(f"cannot read the image {path}: {error}") from error
-        if image.shape != (32, 32, 3):
-            raise ValueError(f"the image {path} is {image.shape[1]}x{image.shape[0]} pixels, not 32x32")
+        if image.shape != (SIZE, SIZE, 3):
+            raise ValueError(f"the image {path} is {image.shape[1]}x{image.shape[0]} pixels, not {SIZE}x{SIZE}")
         images.append(image)
     return _channels_first(np.stack(images)), torch.tensor(folder.targets)
 
@@ -100,10 +102,10 @@ def generate_split(split: str, seed: int = 0) -> Split:
     A class is a pattern of 4x4 coloured tiles; an image is its class's pattern, faint under much noise.
     """
     patterns = torch.randn(CLASSES, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
-    patterns = F.interpolate(patterns, size=(32, 32), mode="nearest")
+    patterns = F.interpolate(patterns, size=(SIZE, SIZE), mode="nearest")
     size, noise_seed = (10_000, seed + 1) if split == "train" else (2_000, seed + 2)
     labels = torch.arange(size) % CLASSES
-    noise = torch.randn(size, 3, 32, 32, generator=torch.Generator().manual_seed(noise_seed))
+    noise = torch.randn(size, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(noise_seed))
     return (128 + 16 * patterns[labels] + 48 * noise).clamp_(0, 255).to(torch.uint8), labels
 
 

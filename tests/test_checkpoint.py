@@ -65,7 +65,7 @@ def test_checkpoints_of_the_published_example_resume(checkpoint, images):
 
 def test_latest_is_the_newest_whole_one_or_none(checkpoint, tmp_path, images):
     run = torchrun(2, *TRAIN, "--epochs", 2, "-r", "latest", "-c", checkpoint, DATA=images)
-    run.failed_with("the newest checkpoint is of epoch 3, beyond --epochs 2")
+    run.failed_with("the newest checkpoint is of epoch 3, beyond --epochs 2: raise that")
     (checkpoint / "state_3.pth").unlink()
     run = torchrun(2, *TRAIN, "--epochs", 2, "-r", "latest", "-c", checkpoint, DATA=images).succeeded()
     assert "resuming from epoch 2" in run.output and "Epoch [" not in run.output
@@ -147,6 +147,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_saves(checkpoint, ima
     run = torchrun(2, *TRAIN, "--epochs", 5, "-r", 3, "-i", 1, "-c", checkpoint, DATA=images)
     run.failed_with("the mean loss of epoch 4 is", "nothing of it is saved")
     assert epochs(checkpoint) == [1, 2, 3]
+
+
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, images):
+    code = "import runpy, torch, colossalai.nn.optimizer as o; o.HybridAdam = torch.optim.SGD; "
+    code += "runpy.run_path('train.py', run_name='__main__')"
+    run = python("-c", code, *TRAIN[1:], "--epochs", 1, "-c", tmp_path, DATA=images)
+    run.failed_with("nothing is saved", "could not be loaded again", "does not fit this model, with HybridAdam")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_is_full_leaves_earlier_checkpoints_alone(checkpoint, images):
@@ -291,7 +299,7 @@ def test_stray_keys_change_nothing(checkpoint):
 
 def test_a_checkpoint_of_another_model_is_refused(checkpoint):
     torch.save(resnet18(num_classes=100).state_dict(), checkpoint / "model_2.pth")
-    with pytest.raises(ValueError, match="does not fit a ResNet-18 for ten classes after epoch 2 .fc.bias"):
+    with pytest.raises(ValueError, match="does not fit this model, with HybridAdam, after epoch 2 .fc.bias"):
         read(checkpoint, "model", 2)
 
 
@@ -300,4 +308,4 @@ def test_resuming_and_evaluating_damaged_files(checkpoint, images):
     torchrun(2, *TRAIN, "-r", 2, "-c", checkpoint, DATA=images).failed_with("optimizer_2.pth is damaged")
     assert not (checkpoint / "ran").exists()
     damage(checkpoint / "model_2.pth", "foreign")
-    python("eval.py", "-e", 2, "-c", checkpoint, DATA=images).failed_with("model_2.pth does not fit a ResNet-18")
+    python("eval.py", "-e", 2, "-c", checkpoint, DATA=images).failed_with("model_2.pth does not fit this model")

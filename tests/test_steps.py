@@ -5,6 +5,7 @@ from conftest import torchrun
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_faster_steps_leave_the_same_bits(size):
     output = torchrun(size, "-m", "tests.processes", "steps").succeeded().output
+    assert "Deallocating" not in output
     for plugin, precisions in (("ZeRO", ("float32", "bfloat16")), ("Gemini", ("bfloat16",))):
         for precision in precisions:
             assert f"{plugin}, torch.{precision}: equal" in output
