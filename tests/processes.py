@@ -8,11 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torchvision.models import resnet18
 
 from resnet_cifar10.data import TrainingSet, generate_split
 from resnet_cifar10.evaluation import average_batch_norm_statistics, evaluate
 from resnet_cifar10.failure import fail_together
+from resnet_cifar10.model import make_model
 from resnet_cifar10.startup import shut_down
 
 
@@ -24,7 +24,7 @@ def evaluation():
 def accuracies():
     """Of one and the same half-trained model, on numbers of images that do not divide evenly."""
     torch.manual_seed(0)
-    model = resnet18(num_classes=10)
+    model = make_model()
     images, labels = generate_split("test")
     model.train()
     for batch in images[:400].float().div(255).split(100):  # statistics under which the guesses vary
@@ -192,7 +192,7 @@ def boosted(plugin, *how):
     boosting = make_plugin(plugin)
     loader = boosting.prepare_dataloader(train_set, 50, shuffle=True, drop_last=True, collate_fn=lambda batch: batch)
     booster = Booster(plugin=boosting, mixed_precision="fp16" if plugin == "torch_ddp_fp16" else None)
-    model, criterion = resnet18(num_classes=10), torch.nn.CrossEntropyLoss()
+    model, criterion = make_model(), torch.nn.CrossEntropyLoss()
     optimizer = HybridAdam(model.parameters(), lr=1e-3)
     lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [20])
     with cuda_graphs.capturable():
@@ -263,7 +263,7 @@ def save_for_ever(folder):
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         register_cpu_adam()
         booster = Booster(plugin=CPUTorchDDPPlugin())
-        model = resnet18(num_classes=10)
+        model = make_model()
         optimizer = HybridAdam(model.parameters(), lr=1e-3)
         lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [20])
         model, optimizer, _, _, lr_scheduler = booster.boost(model, optimizer, lr_scheduler=lr_scheduler)

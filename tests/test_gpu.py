@@ -142,16 +142,8 @@ def test_a_failed_capture_falls_back_with_one_line(plugin):
 @pytest.mark.parametrize("target, code", [(0.2, 0), (1, 1)])
 def test_a_run_with_graphs_ends_at_once(target, code, tmp_path):
     """Within 5 s of its last line; a hang would take for ever."""
-    command = [
-        BIN / "torchrun",
-        "--standalone",
-        f"--nproc_per_node={PROCESSES}",
-        "train.py",
-        "--dummy",
-        "--epochs",
-        "1",
-    ]
-    command += ["-i", "0", "--target_acc", str(target)]
+    arguments = ["train.py", "--dummy", "--epochs", "1", "-i", "0", "--target_acc", str(target)]
+    command = [BIN / "torchrun", "--standalone", f"--nproc_per_node={PROCESSES}", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
     with killed_after(200, process):
         assert any(line.startswith("Accuracy") for line in process.stdout)
