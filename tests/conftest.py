@@ -8,8 +8,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest.mock import patch
 
+import fork_server
 import psutil
 import pytest
 import torch
@@ -26,6 +29,13 @@ TRAIN = ("train.py", "--batch_size", 10)
 # GPUs are for the tests marked so: the others start more processes than there may be GPUs, and expect a CPU's results
 GPUS, VISIBLE_GPUS = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+fork_server.context.set_forkserver_preload(  # what the scripts import, and what pytest's own script does
+    ["__main__", "torch", "torch.distributed", "torchvision", "torchvision.datasets", "torchvision.models", "tqdm"]
+    + ["PIL.Image", "colossalai", "colossalai.booster.plugin", "colossalai.cluster", "colossalai.nn.optimizer"]
+)
+with patch.dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1"):  # PyTorch's compiler would start processes
+    forkserver.ensure_running()  # while this one imports
 
 
 class Run:
@@ -89,6 +99,13 @@ def execute(*command: object, timeout: float = 300, preexec_fn=None, **environme
     finally:
         kill_family(process)
     return Run(process.returncode, stdout, stderr)
+
+
+def launch(processes: int | None, *words: object, timeout: float = 300, preexec=None, **environment: object) -> Run:
+    """What ``torchrun`` does or, for None, ``python``, without the seconds that they take to start."""
+    environment = {**os.environ, **{name: str(value) for name, value in environment.items()}}
+    done = fork_server.run([str(word) for word in words], processes, environment, timeout, preexec)
+    return Run(done.returncode, done.stdout, done.stderr)
 
 
 def torchrun(processes: int, *arguments: object, **environment: object) -> Run:

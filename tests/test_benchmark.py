@@ -1,19 +1,21 @@
 import re
 
-from conftest import torchrun
+import pytest
+from conftest import launch
 
 BRIEFLY = ("benchmarks/epoch_time.py", "--batch_size", 4, "--steps", 1, "--repeats", 2)
 
 
 def test_both_loops_are_timed():
-    output = torchrun(3, *BRIEFLY).succeeded().output
+    output = launch(3, *BRIEFLY).succeeded().output
     for loop in ("classic loop", "this project"):
         assert re.search(rf"torch_ddp, 3 process\(es\), {loop}: \d+\.\d\d s an epoch, [\d,]+ images/s", output)
     assert re.search(r"3 process\(es\): \d+\.\d times faster", output)
 
 
+@pytest.mark.slow
 def test_scaling_starts_from_one_process():
-    output = torchrun(4, *BRIEFLY, "--scaling").succeeded().output
+    output = launch(4, *BRIEFLY, "--scaling").succeeded().output
     rates = [int(rate.replace(",", "")) for rate in re.findall(r"this project: .* ([\d,]+) images/s", output)]
     efficiency = int(re.search(r"torch_ddp: (\d+) % of 4 times the images/s of one process", output)[1])
     assert len(rates) == 2 and re.findall(r"(\d) process\(es\), this", output) == ["1", "4"]

@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 
 import psutil
 import pytest
 import torch
-from conftest import BIN, ROOT, TRAIN, copy_epoch, kill_family, killed_after, python, torchrun, weights
+from conftest import BIN, ROOT, TRAIN, copy_epoch, kill_family, killed_after, launch, weights
 from torchvision.models import resnet18
 
 from resnet_cifar10.checkpoint import PARTS, epochs, read
@@ -31,9 +32,9 @@ def one_epoch(trained, tmp_path):
 def test_a_resumed_run_is_the_run_that_was_never_stopped(trained, tmp_path, images, processes):
     whole, parts = trained[0] if processes == 2 else tmp_path / "whole", tmp_path / "parts"
     if processes == 1:
-        python(*TRAIN, "--epochs", 2, "-i", 1, "-c", whole, DATA=images).succeeded()
+        launch(None, *TRAIN, "--epochs", 2, "-i", 1, "-c", whole, DATA=images).succeeded()
     copy_epoch(whole, parts, 1)
-    torchrun(processes, *TRAIN, "--epochs", 2, "-r", "latest", "-c", parts, DATA=images).succeeded()
+    launch(processes, *TRAIN, "--epochs", 2, "-r", "latest", "-c", parts, DATA=images).succeeded()
     expected, found = weights(whole, 2), weights(parts, 2)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     for part in ("optimizer", "lr_scheduler", "state"):
@@ -43,7 +44,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(trained, tmp_path, imag
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_another_number_of_processes_resumes(checkpoint, images, processes):
-    run = torchrun(processes, *TRAIN, "--epochs", 4, "-r", 3, "-c", checkpoint, DATA=images).succeeded()
+    run = launch(processes, *TRAIN, "--epochs", 4, "-r", 3, "-c", checkpoint, DATA=images).succeeded()
     assert len(run.accuracies) == 1 and epochs(checkpoint) == [1, 2, 3, 4]
     assert "another run" not in run.output
     steps = read(checkpoint, "optimizer", 4)["state"][0]["step"]
@@ -58,18 +59,18 @@ def test_checkpoints_of_the_published_example_resume(checkpoint, images):
     for values in state["state"].values():
         values["step"] = torch.tensor(values["step"])
     torch.save(state, path)
-    run = python(*TRAIN, "--epochs", 4, "-r", 3, "-c", checkpoint, DATA=images).succeeded()
+    run = launch(None, *TRAIN, "--epochs", 4, "-r", 3, "-c", checkpoint, DATA=images).succeeded()
     assert run.output.count("state_3.pth is missing: a loss scale, where the plugin has one, starts afresh") == 1
     assert read(checkpoint, "optimizer", 4)["state"][0]["step"] == 30
 
 
 def test_latest_is_the_newest_whole_one_or_none(checkpoint, tmp_path, images):
-    run = torchrun(2, *TRAIN, "--epochs", 2, "-r", "latest", "-c", checkpoint, DATA=images)
+    run = launch(2, *TRAIN, "--epochs", 2, "-r", "latest", "-c", checkpoint, DATA=images)
     run.failed_with("the newest checkpoint is of epoch 3, beyond --epochs 2: raise that")
     (checkpoint / "state_3.pth").unlink()
-    run = torchrun(2, *TRAIN, "--epochs", 2, "-r", "latest", "-c", checkpoint, DATA=images).succeeded()
+    run = launch(2, *TRAIN, "--epochs", 2, "-r", "latest", "-c", checkpoint, DATA=images).succeeded()
     assert "resuming from epoch 2" in run.output and "Epoch [" not in run.output
-    run = torchrun(2, *TRAIN, "--epochs", 1, "-r", "latest", "-c", tmp_path / "empty", DATA=images).succeeded()
+    run = launch(2, *TRAIN, "--epochs", 1, "-r", "latest", "-c", tmp_path / "empty", DATA=images).succeeded()
     assert run.output.count("starting afresh") == 1 and "Epoch [1/1]" in run.output
 
 
@@ -80,19 +81,20 @@ def test_what_other_runs_left_in_the_folder(checkpoint, images):
         folder.mkdir()
         (folder / "optimizer").write_bytes(b"half of it")
         os.utime(folder, (time.time() - age,) * 2)
-    run = torchrun(2, *TRAIN, "--epochs", 2, "-r", 1, "-c", checkpoint, DATA=images).succeeded()
+    run = launch(2, *TRAIN, "--epochs", 2, "-r", 1, "-c", checkpoint, DATA=images).succeeded()
     assert run.output.count("holds later epochs of another run: 2, 3; until") == 1
     assert [path.name for path in checkpoint.glob(".new_*")] == [".new_at_work"]
 
 
-def test_kill_at_any_moment_of_a_save(trained, tmp_path):
+@pytest.mark.parametrize("kills", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_kill_at_any_moment_of_a_save(trained, tmp_path, kills):
     """A process that saves epochs 2 and 3 over and over is killed; epoch 1, at least, must survive each time."""
     interrupted = 0
     copy_epoch(trained[0], tmp_path, 1)
     command = [sys.executable, "-m", "tests.processes", "save_for_ever", str(tmp_path)]
     parent = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with killed_after(300, parent):
-        for _ in range(12):
+        for _ in range(kills):
             parent.stdin.write("another\n")
             parent.stdin.flush()
             child = int(parent.stdout.readline())
@@ -144,7 +146,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_saves(checkpoint, ima
     broken = weights(checkpoint, 3)
     broken["fc.weight"] = torch.full_like(broken["fc.weight"], 3e38)
     torch.save(broken, checkpoint / "model_3.pth")
-    run = torchrun(2, *TRAIN, "--epochs", 5, "-r", 3, "-i", 1, "-c", checkpoint, DATA=images)
+    run = launch(2, *TRAIN, "--epochs", 5, "-r", 3, "-i", 1, "-c", checkpoint, DATA=images)
     run.failed_with("the mean loss of epoch 4 is", "nothing of it is saved")
     assert epochs(checkpoint) == [1, 2, 3]
 
@@ -152,17 +154,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_saves(checkpoint, ima
 def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, images):
     code = "import runpy, torch, colossalai.nn.optimizer as o; o.HybridAdam = torch.optim.SGD; "
     code += "runpy.run_path('train.py', run_name='__main__')"
-    run = python("-c", code, *TRAIN[1:], "--epochs", 1, "-c", tmp_path, DATA=images)
+    run = launch(None, "-c", code, *TRAIN[1:], "--epochs", 1, "-c", tmp_path, DATA=images)
     run.failed_with("nothing is saved", "could not be loaded again", "does not fit this model, with HybridAdam")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_is_full_leaves_earlier_checkpoints_alone(checkpoint, images):
-    def limit():  # a write beyond it fails like one to a full disk, half-way through the optimizer's file
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60 << 20, 60 << 20))
-
+    # A write beyond it fails like one to a full disk, half-way through the optimizer's file
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (60 << 20, 60 << 20))
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    run = torchrun(2, *TRAIN, "--epochs", 4, "-r", 3, "-i", 1, "-c", checkpoint, DATA=images, preexec_fn=limit)
+    run = launch(2, *TRAIN, "--epochs", 4, "-r", 3, "-i", 1, "-c", checkpoint, DATA=images, preexec=limit)
     run.failed_with("cannot save", "optimizer_4")
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 
@@ -171,7 +172,7 @@ def test_a_folder_in_the_way_of_a_file_leaves_the_others_alone(checkpoint, image
     (checkpoint / "optimizer_1.pth").unlink()
     (checkpoint / "optimizer_1.pth").mkdir()
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()}
-    run = python(*TRAIN, "--epochs", 1, "-i", 1, "-c", checkpoint, DATA=images)
+    run = launch(None, *TRAIN, "--epochs", 1, "-i", 1, "-c", checkpoint, DATA=images)
     run.failed_with("optimizer_1.pth: a folder is in the way")
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()} == before
 
@@ -179,7 +180,7 @@ def test_a_folder_in_the_way_of_a_file_leaves_the_others_alone(checkpoint, image
 def test_two_nodes_and_the_one_that_lacks_a_file(trained, tmp_path, images):
     """Two launchers on the loopback interface; with folders of their own they are nodes that share no disk."""
 
-    def launch(folders, *arguments):
+    def start(folders, *arguments):
         launcher = [BIN / "torchrun", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
         nodes = [
             subprocess.Popen(
@@ -199,12 +200,12 @@ def test_two_nodes_and_the_one_that_lacks_a_file(trained, tmp_path, images):
                 kill_family(node)
         return [node.returncode for node in nodes], outputs
 
-    codes, outputs = launch([tmp_path / "shared"] * 2, "--epochs", 1)
+    codes, outputs = start([tmp_path / "shared"] * 2, "--epochs", 1)
     assert codes == [0, 0], outputs
     assert epochs(tmp_path / "shared") == [1]
     assert "Accuracy" in outputs[0][0] and "Accuracy" not in outputs[1][0]
 
-    codes, outputs = launch([trained[0], tmp_path / "shared"], "--epochs", 4, "-r", 3, "-i", 0)
+    codes, outputs = start([trained[0], tmp_path / "shared"], "--epochs", 4, "-r", 3, "-i", 0)
     assert 0 not in codes
     for _, stderr in outputs:
         assert stderr.count("error: no checkpoint of epoch 3") == 1
@@ -305,7 +306,7 @@ def test_a_checkpoint_of_another_model_is_refused(checkpoint):
 
 def test_resuming_and_evaluating_damaged_files(checkpoint, images):
     damage(checkpoint / "optimizer_2.pth", "code")
-    torchrun(2, *TRAIN, "-r", 2, "-c", checkpoint, DATA=images).failed_with("optimizer_2.pth is damaged")
+    launch(2, *TRAIN, "-r", 2, "-c", checkpoint, DATA=images).failed_with("optimizer_2.pth is damaged")
     assert not (checkpoint / "ran").exists()
     damage(checkpoint / "model_2.pth", "foreign")
-    python("eval.py", "-e", 2, "-c", checkpoint, DATA=images).failed_with("model_2.pth does not fit this model")
+    launch(None, "eval.py", "-e", 2, "-c", checkpoint, DATA=images).failed_with("model_2.pth does not fit this model")

@@ -1,14 +1,14 @@
 import re
 
 import pytest
-from conftest import torchrun
+from conftest import launch
 
 WORLD_SIZES = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")
 def outputs():
-    return {size: torchrun(size, "-m", "tests.processes", "evaluation").succeeded().output for size in WORLD_SIZES}
+    return {size: launch(size, "-m", "tests.processes", "evaluation").succeeded().output for size in WORLD_SIZES}
 
 
 def test_one_accuracy_whatever_the_number_of_processes(outputs):
@@ -28,6 +28,6 @@ def test_batch_norm_statistics_are_averaged(size, mean, variance, outputs):
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_a_failure_of_one_process_ends_all(size):
-    run = torchrun(size, "-m", "tests.processes", "failure", timeout=60)
+    run = launch(size, "-m", "tests.processes", "failure", timeout=60)
     run.failed_with("the last process is out of luck, as it were")
     assert "went on" not in run.output

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import TRAIN, python, torchrun
+from conftest import TRAIN, launch
 
 from resnet_cifar10.metrics import FILE, read
 
@@ -26,9 +26,9 @@ def resumed(tmp_path_factory, images):
     """The log of three epochs, of which the third was lost and trained again before a fourth."""
     folder = tmp_path_factory.mktemp("resumed")
     log, checkpoints = folder / "log", ("-i", 2, "-c", folder / "checkpoint")
-    run = torchrun(2, *TRAIN, "--epochs", 3, *checkpoints, "--log_dir", log, "--eval_interval", 2, DATA=images)
+    run = launch(2, *TRAIN, "--epochs", 3, *checkpoints, "--log_dir", log, "--eval_interval", 2, DATA=images)
     before, printed = read(log), run.succeeded().accuracies
-    again = torchrun(2, *TRAIN, "--epochs", 4, *checkpoints, "--log_dir", log, "-r", 2, DATA=images).succeeded()
+    again = launch(2, *TRAIN, "--epochs", 4, *checkpoints, "--log_dir", log, "-r", 2, DATA=images).succeeded()
     return log, before, printed, again
 
 
@@ -51,6 +51,7 @@ def test_a_resumed_log_has_each_epoch_once(resumed):
     assert again.output.count("Trained 2 epoch(s)") == 1
 
 
+@pytest.mark.optional
 def test_resumed_curves_have_each_epoch_once(resumed):
     log = resumed[0]
     shown = curves(log)
@@ -62,19 +63,21 @@ def test_resumed_curves_have_each_epoch_once(resumed):
     assert len(list(log.glob("events*"))) == 1  # TensorBoard would show the points of others, too
 
 
+@pytest.mark.optional
 def test_a_run_that_trains_nothing_leaves_the_log_alone(resumed, tmp_path, images):
     log = shutil.copytree(resumed[0], tmp_path / "log")
     checkpoints = resumed[0].with_name("checkpoint")
-    python(*TRAIN, "--epochs", 2, "-r", 2, "-c", checkpoints, "-i", 0, "--log_dir", log, DATA=images).succeeded()
+    launch(None, *TRAIN, "--epochs", 2, "-r", 2, "-c", checkpoints, "-i", 0, "--log_dir", log, DATA=images).succeeded()
     assert read(log) == read(resumed[0]) and curves(log) == curves(resumed[0])
 
 
+@pytest.mark.optional
 def test_a_new_run_begins_a_new_log_and_tensorboard_is_optional(tmp_path, images):
     (tmp_path / "without" / "tensorboard").mkdir(parents=True)
     (tmp_path / "without" / "tensorboard" / "__init__.py").write_text("raise ImportError")
     (tmp_path / FILE).write_text(json.dumps({"epoch": 1}) + "\n" + json.dumps({"epoch": 2}) + "\n")
     arguments = (*TRAIN, "--epochs", 1, "-i", 0, "--log_dir", tmp_path)
-    run = torchrun(2, *arguments, DATA=images, PYTHONPATH=tmp_path / "without").succeeded()
+    run = launch(2, *arguments, DATA=images, PYTHONPATH=tmp_path / "without").succeeded()
     assert run.output.count("warning: no curves in") == 1 and "pip install tensorboard" in run.output
     assert [list(metrics) for metrics in read(tmp_path)] == [NAMES]
     assert not list(tmp_path.glob("events*"))
@@ -89,10 +92,10 @@ def test_what_is_no_log_is_refused(tmp_path, content):
 
 def test_a_log_that_cannot_be_read_or_written(tmp_path, images):
     (tmp_path / "file").touch()
-    run = torchrun(2, *TRAIN, "-i", 0, "--log_dir", tmp_path / "file", DATA=images)
+    run = launch(2, *TRAIN, "-i", 0, "--log_dir", tmp_path / "file", DATA=images)
     run.failed_with("cannot write to", "file")
     (tmp_path / FILE).write_text("no log")
-    torchrun(2, *TRAIN, "-i", 0, "--log_dir", tmp_path, DATA=images).failed_with(f"{FILE} is damaged")
+    launch(2, *TRAIN, "-i", 0, "--log_dir", tmp_path, DATA=images).failed_with(f"{FILE} is damaged")
     (tmp_path / FILE).unlink()
     (tmp_path / FILE).mkdir()
-    python(*TRAIN, "-i", 0, "--log_dir", tmp_path, DATA=images).failed_with(f"cannot read {tmp_path / FILE}")
+    launch(None, *TRAIN, "-i", 0, "--log_dir", tmp_path, DATA=images).failed_with(f"cannot read {tmp_path / FILE}")

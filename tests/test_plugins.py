@@ -1,8 +1,10 @@
 """ZeRO and Gemini, trained, stopped and resumed, with a CPU in the place of their GPU."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
-from conftest import TRAIN, copy_epoch, python, torchrun
+from conftest import TRAIN, copy_epoch, launch
 
 from resnet_cifar10 import metrics
 from resnet_cifar10.checkpoint import PARTS, epochs, read
@@ -10,16 +12,17 @@ from resnet_cifar10.checkpoint import PARTS, epochs, read
 
 def train(processes, plugin, *arguments, **environment):
     how = () if plugin == "torch_ddp" else ("-m", "tests.stand_in")
-    return torchrun(processes, *how, *TRAIN, "-p", plugin, "-i", 1, *arguments, **environment)
+    return launch(processes, *how, *TRAIN, "-p", plugin, "-i", 1, *arguments, **environment)
 
 
+@pytest.mark.optional
 @pytest.mark.parametrize(
     "plugin, precision, processes",
     [
         ("low_level_zero", "fp16", 2),
-        ("low_level_zero", "bf16", 3),
-        ("low_level_zero", "fp32", 1),
-        ("gemini", "fp16", 3),
+        pytest.param("low_level_zero", "bf16", 3, marks=pytest.mark.slow),
+        pytest.param("low_level_zero", "fp32", 1, marks=pytest.mark.slow),
+        pytest.param("gemini", "fp16", 3, marks=pytest.mark.slow),
         ("gemini", "bf16", 1),
     ],
 )
@@ -27,7 +30,8 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(plugin, precision, proc
     images, whole, parts = make_images(), tmp_path / "whole", tmp_path / "parts"
     how = (processes, plugin, "--precision", precision, "--epochs", 2, "--log_dir", whole)
     run = train(*how, "-c", whole, DATA=images).succeeded()
-    assert "warning:" not in run.output
+    without_curves = find_spec("tensorboard") is None
+    assert run.output.count("warning:") == run.output.count("warning: no curves in") == without_curves
 
     copy_epoch(whole, parts, 1)
     train(*how, "-c", parts, "-r", "latest", DATA=images).succeeded()
@@ -42,7 +46,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(plugin, precision, proc
     logged = metrics.read(whole)
     assert [each["loss_scale"] for each in logged] == ([32, 32] if precision == "fp16" else [None, None])
     assert state["loss_scale"] == (32 if precision == "fp16" else 0)
-    evaluated = python("eval.py", "-e", 2, "-c", whole, DATA=images).succeeded()
+    evaluated = launch(None, "eval.py", "-e", 2, "-c", whole, DATA=images).succeeded()
     assert abs(float(evaluated.accuracies[0]) - 100 * logged[1]["accuracy"]) <= 100 / 30 + 0.01  # an image of 30
 
 
