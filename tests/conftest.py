@@ -24,7 +24,7 @@ from resnet_cifar10.startup import free_port
 ROOT = Path(__file__).parent.parent
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 BIN = Path(sys.executable).parent
-TRAIN = ("train.py", "--batch_size", 10)
+TRAIN = ("train.py", "--batch_size", 20)
 
 # GPUs are for the tests marked so: the others start more processes than there may be GPUs, and expect a CPU's results
 GPUS, VISIBLE_GPUS = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from conftest import TRAIN, launch
 
+from resnet_cifar10.checkpoint import epochs
 from resnet_cifar10.metrics import FILE, read
 
 NAMES = "epoch loss lr accuracy images_per_second seconds loss_scale peak_memory_mib".split()
@@ -28,6 +29,7 @@ def resumed(tmp_path_factory, images):
     log, checkpoints = folder / "log", ("-i", 2, "-c", folder / "checkpoint")
     run = launch(2, *TRAIN, "--epochs", 3, *checkpoints, "--log_dir", log, "--eval_interval", 2, DATA=images)
     before, printed = read(log), run.succeeded().accuracies
+    assert epochs(folder / "checkpoint") == [2, 3]  # every other, and the last
     again = launch(2, *TRAIN, "--epochs", 4, *checkpoints, "--log_dir", log, "-r", 2, DATA=images).succeeded()
     return log, before, printed, again
 

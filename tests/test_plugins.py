@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import TRAIN, copy_epoch, launch
+from conftest import copy_epoch, launch
 
 from resnet_cifar10 import metrics
 from resnet_cifar10.checkpoint import PARTS, epochs, read
@@ -12,7 +12,7 @@ from resnet_cifar10.checkpoint import PARTS, epochs, read
 
 def train(processes, plugin, *arguments, **environment):
     how = () if plugin == "torch_ddp" else ("-m", "tests.stand_in")
-    return launch(processes, *how, *TRAIN, "-p", plugin, "-i", 1, *arguments, **environment)
+    return launch(processes, *how, "train.py", "--batch_size", 5, "-p", plugin, "-i", 1, *arguments, **environment)
 
 
 @pytest.mark.optional
@@ -27,7 +27,7 @@ def train(processes, plugin, *arguments, **environment):
     ],
 )
 def test_a_resumed_run_is_the_run_that_was_never_stopped(plugin, precision, processes, make_images, tmp_path):
-    images, whole, parts = make_images(), tmp_path / "whole", tmp_path / "parts"
+    images, whole, parts = make_images(train=2, test=2), tmp_path / "whole", tmp_path / "parts"
     how = (processes, plugin, "--precision", precision, "--epochs", 2, "--log_dir", whole)
     run = train(*how, "-c", whole, DATA=images).succeeded()
     without_curves = find_spec("tensorboard") is None
@@ -47,17 +47,18 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(plugin, precision, proc
     assert [each["loss_scale"] for each in logged] == ([32, 32] if precision == "fp16" else [None, None])
     assert state["loss_scale"] == (32 if precision == "fp16" else 0)
     evaluated = launch(None, "eval.py", "-e", 2, "-c", whole, DATA=images).succeeded()
-    assert abs(float(evaluated.accuracies[0]) - 100 * logged[1]["accuracy"]) <= 100 / 30 + 0.01  # an image of 30
+    assert abs(float(evaluated.accuracies[0]) - 100 * logged[1]["accuracy"]) <= 100 / 20 + 0.01  # an image of 20
 
 
-def test_a_checkpoint_of_one_plugin_resumes_under_any_other_on_any_number_of_processes(make_images, tmp_path):
-    images, steps = make_images(), 0
+@pytest.mark.parametrize("links", [4, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_checkpoint_of_one_plugin_resumes_under_any_other_on_any_number_of_processes(make_images, tmp_path, links):
+    images, steps = make_images(train=2, test=2), 0
     plugins = [("torch_ddp", 2), ("gemini", 1), ("low_level_zero", 3), ("torch_ddp", 1), ("low_level_zero", 1)]
     plugins += [("gemini", 2), ("torch_ddp", 1)]
-    for epoch, (plugin, processes) in enumerate(plugins, start=1):
+    for epoch, (plugin, processes) in enumerate(plugins[:links], start=1):
         precision = ("--precision", "fp32" if plugin == "torch_ddp" else "bf16")
         resume = ("-r", epoch - 1) if epoch > 1 else ()
         train(processes, plugin, *precision, *resume, "--epochs", epoch, "-c", tmp_path, DATA=images).succeeded()
-        steps += 60 // (10 * processes)
+        steps += 20 // (5 * processes)
         assert {values["step"].item() for values in read(tmp_path, "optimizer", epoch)["state"].values()} == {steps}
-    assert epochs(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+    assert epochs(tmp_path) == list(range(1, links + 1))
