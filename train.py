@@ -54,7 +54,8 @@ def parse_args() -> argparse.Namespace:
     add("--dummy", action="store_true", help="train on generated images: no download")
     add("--eager", action="store_true", help="launch every kernel from Python: no CUDA graphs")
     args = parser.parse_args()
-    if args.precision not in (None, *PLUGINS[args.plugin]):
+    args.precision = args.precision or PLUGINS[args.plugin][0]
+    if args.precision not in PLUGINS[args.plugin]:
         fail(f"-p {args.plugin} has no --precision {args.precision}: it has {', '.join(PLUGINS[args.plugin])}")
     if args.resume != "latest" and args.resume > args.epochs:
         fail(f"--resume {args.resume} is beyond --epochs {args.epochs}")
@@ -138,6 +139,11 @@ def main() -> None:
     colossalai.launch_from_torch(seed=args.seed, verbose=False)
     coordinator = DistCoordinator()
     device = get_accelerator().get_current_device()
+    device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU (PyTorch sees no GPU)"
+    coordinator.print_on_master(
+        f"{args.plugin}, {args.precision}, {coordinator.world_size} process(es), {device_name}, "
+        f"PyTorch {torch.__version__}, ColossalAI {colossalai.__version__}"
+    )
 
     with fail_together():  # where there are several nodes, for the first time
         make_folders(args)

@@ -9,6 +9,7 @@ from torch.nn.utils import parameters_to_vector
 from resnet_cifar10.data import CLASSES, to_float
 
 BATCH_SIZE = 500
+"""The most images in a batch; a smaller set is one batch."""
 
 
 @torch.no_grad()
@@ -44,9 +45,10 @@ def confusion_matrix(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor
         int64 of shape (10, 10), on the CPU: how many images of each class (row) were predicted as each class (column).
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    padding = -len(labels) % (BATCH_SIZE * world_size)
-    batches = F.pad(images, (0, 0, 0, 0, 0, 0, 0, padding)).split(BATCH_SIZE)[rank::world_size]
-    targets = F.pad(labels, (0, padding), value=-1).split(BATCH_SIZE)[rank::world_size]
+    batch_size = min(BATCH_SIZE, len(labels))  # whatever the number of processes
+    padding = -len(labels) % (batch_size * world_size)
+    batches = F.pad(images, (0, 0, 0, 0, 0, 0, 0, padding)).split(batch_size)[rank::world_size]
+    targets = F.pad(labels, (0, padding), value=-1).split(batch_size)[rank::world_size]
 
     model.eval()
     counts = torch.zeros(CLASSES + 1, CLASSES, dtype=torch.int64, device=labels.device)  # the last row for the padding

@@ -1,7 +1,6 @@
 """Keeps from the terminal what ColossalAI 0.5.0 and what it imports say in every run and nobody needs to act on."""
 
 import logging
-import os
 import warnings
 
 HARMLESS = (
@@ -23,8 +22,6 @@ def silence_the_harmless() -> None:
     """Call before anything else imports ColossalAI. Other warnings, and all errors, are shown as ever."""
     for category, message in HARMLESS:
         warnings.filterwarnings("ignore", message=message, category=category)
-    # PyTorch's compiler, unused here, would start a process per core, and each show its traceback at Ctrl-C
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # bitsandbytes, which ColossalAI imports, misses a kernel for 4-bit numbers
     kernels = logging.getLogger("bitsandbytes.backends.cpu.ops")
     kernels.addFilter(lambda record: "gemm_4bit_forward" not in record.getMessage())

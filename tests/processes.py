@@ -230,7 +230,7 @@ def losses(plugin, *how):
 
 
 def reload(plugin, folder):
-    """Save a trained model, load it into an untrained one, save that as another epoch."""
+    """Save a trained model, load it into an untrained one, save that again."""
     from resnet_cifar10 import checkpoint
 
     how = ["fused"] if plugin == "low_level_zero" else []
@@ -242,7 +242,7 @@ def reload(plugin, folder):
     checkpoint.save(*trained, Path(folder), 1)
     train, fresh = boosted(plugin, *how)
     checkpoint.load(*fresh, Path(folder), 1)
-    checkpoint.save(*fresh, Path(folder), 2)
+    checkpoint.save(*fresh, Path(folder, "again"), 1)
     print("went on with:", *train(3), flush=True)
 
 

@@ -16,7 +16,7 @@ from colossalai.zero import LowLevelZeroOptimizer
 from colossalai.zero.gemini.chunk import Chunk
 from torch.nn import SyncBatchNorm
 
-from resnet_cifar10 import cpu, evaluation, startup
+from resnet_cifar10 import cpu, startup
 
 
 def stand_in_for_a_gpu() -> None:
@@ -26,7 +26,6 @@ def stand_in_for_a_gpu() -> None:
     patch.object(Chunk, "device_type", "cuda").start()
     patch.object(SyncBatchNorm, "convert_sync_batchnorm", lambda model, *_: model).start()
     patch.object(startup, "check_devices").start()
-    patch.object(evaluation, "BATCH_SIZE", 50).start()  # half precision is slow here
     cpu.register_cpu_adam()
     plain_step = cpu.CPUAdamOptimizer.step
 

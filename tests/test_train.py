@@ -1,6 +1,7 @@
 """The scripts as users run them, on a small image folder."""
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ def test_training_reports_and_saves(trained):
         assert re.search(rf"Epoch \[{epoch}/3\]: +\d+%.* \d/3 \[\d\d:\d\d<.*, loss=\d+\.\d{{4}}", run.output)
         line = rf"(?m)^Epoch \[{epoch}/3\]: mean loss \d+\.\d{{4}}, learning rate 0.002, [\d,]+ images/s, \d+\.\d s"
         assert len(re.findall(line + (rf", accuracy {run.accuracies[0]} %$" if epoch == 3 else "$"), run.stdout)) == 1
-    summary, accuracy = run.stdout.splitlines()[-2:]
+    start, *_, summary, accuracy = run.stdout.splitlines()
+    versions = f"PyTorch {torch.__version__}, ColossalAI {version('colossalai')}"
+    assert start == f"torch_ddp, fp32, 2 process(es), CPU (PyTorch sees no GPU), {versions}"
     assert re.fullmatch(
         r"Trained 3 epoch\(s\) in \d+\.\d s, [\d,]+ images/s while training, 3 checkpoint\(s\) written", summary
     )
@@ -54,9 +57,13 @@ def test_processes_through_colossalai_run_and_a_missed_target(tmp_path, images):
 
 
 def test_one_process_without_a_launcher_without_checkpoints_and_a_missed_target(tmp_path, images):
-    run = python(*TRAIN, "--epochs", 1, "-i", 0, "-c", tmp_path / "none", "--target_acc", 1, DATA=images)
-    run.failed_with("is below --target_acc 1")
+    code = "import runpy, sys; sys.argv = sys.argv[1:]\n"
+    code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    code += "finally: print('compile threads:', sys.modules['torch._inductor.config'].compile_threads)"
+    how = ("--epochs", 1, "-i", 0, "-c", tmp_path / "none", "--target_acc", 1)
+    run = python("-c", code, *TRAIN, *how, DATA=images).failed_with("is below --target_acc 1")
     assert len(run.accuracies) == 1 and not (tmp_path / "none").exists()
+    assert "compile threads: 1\n" in run.output
 
 
 @pytest.mark.parametrize(
