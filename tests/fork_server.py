@@ -19,7 +19,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
-context = multiprocessing.get_context("forkserver")  # and set_forkserver_preload is for the caller
+context = multiprocessing.get_context("forkserver")  # set its preload before the first run
 
 
 def run(words: list[str], processes: int | None, environment: dict, timeout: float, preexec=None):
