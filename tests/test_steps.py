@@ -2,7 +2,7 @@ import pytest
 from conftest import torchrun
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
 def test_the_faster_steps_leave_the_same_bits(size):
     output = torchrun(size, "-m", "tests.processes", "steps").succeeded().output
     assert "Deallocating" not in output
