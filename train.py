@@ -81,18 +81,6 @@ def make_plugin(name: str, precision: str | None = None):
     return (TorchDDPPlugin if get_accelerator().name == "cuda" else CPUTorchDDPPlugin)(**options)
 
 
-def speed_up(name: str, model, optimizer, batch_size: int, eager: bool) -> None:
-    """Take Python's time out of the steps of what has been boosted with the plugin of that ``name``."""
-    import torch
-
-    from resnet_cifar10 import cuda_graphs, zero
-
-    if name == "low_level_zero" and not zero.fuse_step(optimizer) and os.environ["RANK"] == "0":
-        print("warning: ZeRO's step is not fused: it has other options, or another version", file=sys.stderr)
-    if torch.cuda.is_available() and not eager:
-        cuda_graphs.capture(model, batch_size, autocast=name == "torch_ddp_fp16")
-
-
 def make_folders(args: argparse.Namespace) -> None:
     """Make the folders to save and to log to; raise a ValueError where the run could not resume, save or log."""
     if args.resume not in (-1, "latest"):
@@ -127,19 +115,20 @@ def main() -> None:
     from torch.utils.data import DistributedSampler
     from tqdm import tqdm
 
-    from resnet_cifar10 import cpu, cuda_graphs, data
+    from resnet_cifar10 import cpu, cuda_graphs, data, internals
     from resnet_cifar10.evaluation import accuracy_line, average_batch_norm_statistics, evaluate
     from resnet_cifar10.model import make_model
 
     # Launch: one process per GPU, each of which runs this file
-    if get_accelerator().name == "cuda":
+    on_gpu = get_accelerator().name == "cuda"
+    if on_gpu:
         startup.check_kernels()
     else:
         cpu.register_cpu_adam()
     colossalai.launch_from_torch(seed=args.seed, verbose=False)
     coordinator = DistCoordinator()
     device = get_accelerator().get_current_device()
-    device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU (PyTorch sees no GPU)"
+    device_name = torch.cuda.get_device_name() if on_gpu else "CPU (PyTorch sees no GPU)"
     coordinator.print_on_master(
         f"{args.plugin}, {args.precision}, {coordinator.world_size} process(es), {device_name}, "
         f"PyTorch {torch.__version__}, ColossalAI {colossalai.__version__}"
@@ -152,7 +141,7 @@ def main() -> None:
     plugin = make_plugin(args.plugin, args.precision)
     booster = Booster(plugin=plugin, mixed_precision="fp16" if args.plugin == "torch_ddp_fp16" else None)
 
-    # Data: whole on the device; the plugin shards it, and collate_fn passes on the batches the data set has made
+    # Data: whole on the device; the loader shards it and gives the indices of a batch
     root = Path(os.environ.get("DATA", "./data"))
     with fail_together():
         if not args.dummy and coordinator.is_node_master():
@@ -168,7 +157,7 @@ def main() -> None:
         args.batch_size,
         shuffle=True,
         drop_last=True,
-        collate_fn=lambda batch: batch,
+        collate_fn=lambda index: index,
         distributed_sampler_cls=partial(DistributedSampler, seed=args.seed),
     )
 
@@ -181,10 +170,21 @@ def main() -> None:
     startup.end_on_signals()
 
     # Boost
-    with cuda_graphs.capturable():
-        boosted = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
+    if on_gpu:
+        cuda_graphs.use_side_stream()
+    boosted = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
     model, optimizer, criterion, _, lr_scheduler = boosted
-    speed_up(args.plugin, model, optimizer, args.batch_size, args.eager)
+
+    # All of a step but the optimizer's part; what is written here is what a graph holds
+    def forward_backward(index: torch.Tensor) -> torch.Tensor:
+        images, labels = train_set.batch(index)
+        loss = criterion(model(images), labels)
+        booster.backward(loss, optimizer)
+        return loss.detach()
+
+    if on_gpu and not args.eager:
+        index = torch.arange(args.batch_size, device=device)
+        forward_backward = cuda_graphs.capture(forward_backward, index, model.train(), optimizer)
 
     # Resume
     if args.resume == "latest":
@@ -208,12 +208,11 @@ def main() -> None:
         start = time.perf_counter()
         description, is_silent = f"Epoch [{epoch}/{args.epochs}]", not coordinator.is_master()
         with tqdm(total=len(train_loader), desc=description, leave=False, disable=is_silent) as progress:
-            for step, (images, labels) in enumerate(train_loader):
-                loss = criterion(model(images), labels)
-                booster.backward(loss, optimizer)
+            for step, index in enumerate(train_loader):
+                loss = forward_backward(index)
                 optimizer.step()
                 optimizer.zero_grad()
-                loss_sum += loss.detach()
+                loss_sum += loss
                 if step % 50 == 0:  # now and then, for item() waits for the GPU
                     progress.set_postfix(loss=f"{loss.item():.4f}")
                 progress.update()
@@ -228,7 +227,7 @@ def main() -> None:
         accuracy, is_last = None, epoch == args.epochs
         if is_last or (args.eval_interval and epoch % args.eval_interval == 0):
             accuracy = evaluate(model, test_images, test_labels)
-        (lr,), loss_scale = lr_scheduler.get_last_lr(), checkpoint.loss_scaling(optimizer)["loss_scale"]
+        (lr,), loss_scale = lr_scheduler.get_last_lr(), internals.loss_scaling(optimizer)["loss_scale"]
         trained = steps * args.batch_size
         history.append(metrics.of_epoch(epoch, mean_loss, lr, accuracy, trained, seconds, loss_scale))
         coordinator.print_on_master(metrics.epoch_line(history[-1], args.epochs))

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from resnet_cifar10 import arguments, quiet, startup
 from resnet_cifar10.failure import fail
-from train import PLUGINS, make_plugin, speed_up
+from train import PLUGINS, make_plugin
 
 IMAGES = 50_000
 
@@ -74,6 +74,9 @@ def main() -> None:
     colossalai.launch_from_torch(verbose=False)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = get_accelerator().get_current_device()
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        cuda_graphs.use_side_stream()
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (IMAGES, 3, 32, 32), dtype=torch.uint8, generator=generator)
     labels = torch.randint(0, 10, (IMAGES,), generator=generator)
@@ -105,43 +108,51 @@ def main() -> None:
         while True:
             yield from loader
 
-    def steps_of(booster, model, optimizer, adam, criterion, batches, read_loss):
+    def loop(step, optimizer, batches):
         def run(count: int) -> None:
             for _ in range(count):
-                images, labels = next(batches)
-                loss = criterion(model(images.to(device)), labels.to(device))
-                booster.backward(loss, optimizer)
+                step(next(batches))
                 optimizer.step()
                 optimizer.zero_grad()
-                if read_loss:
-                    loss.item()
 
-        return run, adam
+        return run
 
     def classic_loop():
-        on_gpu = device.type == "cuda"
         plugin = {
             "low_level_zero": lambda: LowLevelZeroPlugin(initial_scale=2**5),
             "gemini": lambda: GeminiPlugin(initial_scale=2**5),
         }.get(args.plugin, TorchDDPPlugin if on_gpu else cpu.CPUTorchDDPPlugin)()
         loader = plugin.prepare_dataloader(PILImages(), args.batch_size, shuffle=True, drop_last=True)
-        return steps_of(*boosted(plugin), endless(loader), read_loss=True)
+        booster, model, optimizer, adam, criterion = boosted(plugin)
+
+        def step(batch) -> None:
+            images, labels = batch
+            loss = criterion(model(images.to(device)), labels.to(device))
+            booster.backward(loss, optimizer)
+            loss.item()
+
+        return loop(step, optimizer, endless(loader)), adam
 
     def our_loop():
         train_set = data.TrainingSet(images, labels, 0, device)
         train_set.set_epoch(1)
         plugin = make_plugin(args.plugin)
         loader = plugin.prepare_dataloader(
-            train_set, args.batch_size, shuffle=True, drop_last=True, collate_fn=lambda batch: batch
+            train_set, args.batch_size, shuffle=True, drop_last=True, collate_fn=lambda index: index
         )
-        with cuda_graphs.capturable():
-            booster, model, optimizer, adam, criterion = boosted(plugin)
-        speed_up(args.plugin, model, optimizer, args.batch_size, args.eager)
-        return steps_of(booster, model, optimizer, adam, criterion, endless(loader), read_loss=False)
+        booster, model, optimizer, adam, criterion = boosted(plugin)
+
+        def step(index):
+            images, labels = train_set.batch(index)
+            booster.backward(criterion(model(images), labels), optimizer)
+
+        if on_gpu and not args.eager:
+            step = cuda_graphs.capture(step, torch.arange(args.batch_size, device=device), model, optimizer)
+        return loop(step, optimizer, endless(loader)), adam
 
     def synchronize() -> None:
         dist.barrier()
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
 
     def seconds(run) -> float:
@@ -152,14 +163,14 @@ def main() -> None:
         return time.perf_counter() - start
 
     def measured(make_loop) -> tuple:
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         run, adam = make_loop()
         run(args.steps)  # warm up
         moments = [state[name] for state in adam.state.values() for name in ("exp_avg", "exp_avg_sq")]
         memory = f"optimizer state {sum(moment.nbytes for moment in moments) / 2**20:.1f} MiB"
-        if device.type == "cuda":
+        if on_gpu:
             memory += f", peak {(torch.cuda.max_memory_allocated() - before) / 2**20:.0f} MiB"
         return run, memory
 

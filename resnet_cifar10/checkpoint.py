@@ -216,35 +216,6 @@ def _zero_masters(model, optimizer) -> dict:
     return {name: (weight, masters[id(weight)]) for name, weight in model.unwrap().named_parameters()}
 
 
-def loss_scaling(optimizer) -> dict:
-    """The loss scale and the steps towards its next change; all 0 where the loss is not scaled."""
-    scaler = getattr(optimizer, "scaler", None)
-    if scaler is not None:  # torch's
-        numbers = scaler.state_dict()
-        return {"loss_scale": numbers["scale"], "growth_step": numbers["_growth_tracker"], "hysteresis_step": 0}
-    scaler = _colossalai_scaler(optimizer)
-    if scaler is None:
-        return {"loss_scale": 0, "growth_step": 0, "hysteresis_step": 0}
-    steps = {"growth_step": scaler._growth_step, "hysteresis_step": scaler._hysteresis_step}
-    return {"loss_scale": scaler.scale.item(), **steps}
-
-
-def _colossalai_scaler(optimizer):
-    mixin = getattr(optimizer, "mixed_precision_mixin", None) or getattr(optimizer, "mix_precision_mixin", None)
-    return getattr(mixin, "grad_scaler", None)
-
-
-def _set_loss_scaling(optimizer, state: dict) -> None:
-    if not state["loss_scale"]:
-        return  # saved by a run that needed none: this one starts with its own
-    steps, scaler = int(state["growth_step"]), getattr(optimizer, "scaler", None)
-    if scaler is not None:
-        scaler.load_state_dict({**scaler.state_dict(), "scale": state["loss_scale"], "_growth_tracker": steps})
-    elif (scaler := _colossalai_scaler(optimizer)) is not None:
-        scaler.scale.fill_(state["loss_scale"])
-        scaler._growth_step, scaler._hysteresis_step = steps, int(state["hysteresis_step"])
-
-
 def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> None:
     """Save what the Booster has boosted; all processes call it, for ZeRO and Gemini gather what they have scattered.
 
@@ -254,6 +225,8 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     """
     import torch
     import torch.distributed as dist
+
+    from resnet_cifar10.internals import loss_scaling
 
     is_master = dist.get_rank() == 0
     new = None
@@ -336,6 +309,8 @@ def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     import torch.distributed as dist
     from torch.nn.functional import pad
 
+    from resnet_cifar10.internals import set_loss_scaling
+
     with fail_together():
         check_exists(folder, epoch)
         weights, optimizer_state, lr_scheduler_state = (read(folder, part, epoch) for part in BOOSTER_PARTS)
@@ -351,6 +326,6 @@ def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     optimizer.load_state_dict(optimizer_state)
     lr_scheduler.load_state_dict(lr_scheduler_state)
     if state is not None:
-        _set_loss_scaling(optimizer, state)
+        set_loss_scaling(optimizer, state)
     elif dist.get_rank() == 0:
         print(f"{path_of(folder, STATE, epoch)} is missing: a loss scale, where the plugin has one, starts afresh")

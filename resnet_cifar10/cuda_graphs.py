@@ -1,123 +1,71 @@
-"""Forward and backward of the network as two CUDA graphs: two launches a step, where Python makes hundreds."""
+"""Forward and backward pass as one CUDA graph: one launch a step, where Python makes hundreds."""
 
 import atexit
-import gc
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-from colossalai.tensor.param_op_hook import ColoParamOpHookManager
-from colossalai.zero import GeminiDDP
 from torch import Tensor
-from torch.func import functional_call
 
-from resnet_cifar10.data import SIZE
+from resnet_cifar10 import internals
 from resnet_cifar10.failure import fail
 
 WARMUP_STEPS = 11  # what PyTorch's notes on graphs ask for under DDP
+_graphs = []
 
 
-@contextmanager
-def capturable() -> Iterator[None]:
-    """Boost in this block what is to be captured later: on a stream of its own.
-
-    DDP and autograd go on using the stream they were set up on; where that is the default one, the capture fails.
-    """
-    if not torch.cuda.is_available():
-        yield
-        return
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
+def use_side_stream() -> None:
+    """Leave the default stream, where nothing can be captured, before DDP and autograd are set up on it."""
+    torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def capture(model, batch_size: int, autocast: bool) -> None:
-    """Make a boosted ``model`` replay graphs when it trains on batches of ``batch_size``; it evaluates as before.
+def capture(step: Callable[[Tensor], Tensor], index: Tensor, model, optimizer) -> Callable[[Tensor], Tensor]:
+    """Capture ``step``, a forward and backward pass of what the Booster has boosted.
 
-    All processes call it. Where they cannot capture, they go on without graphs, and the first says so; where only some
-    can, those hang in SyncBatchNorm, and after a minute the others end the run with one line.
+    All processes call it. Weights, statistics, optimizer and random state stay as they are. A process that cannot
+    capture ends the run with one line.
 
     Args:
-        model: boosted, its parameters at addresses that do not change; left in training mode. Its network takes a batch
-            of images, and nothing else.
-        autocast: whether ``model`` runs its network in fp16 by autocast.
-    """
-    network = model.train().unwrap()
-    statistics = [(buffer, buffer.clone()) for buffer in network.buffers()]
-    weight = next(network.parameters())
-    images = torch.rand(batch_size, 3, SIZE, SIZE).to(weight.device, weight.dtype)
-    stream = torch.cuda.current_stream()
-    gloo_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=1))  # NCCL's may wait in a capture
-    failure = None
-    try:
-        with torch.autocast("cuda", dtype=torch.float16, enabled=autocast, cache_enabled=False):
-            if isinstance(model, GeminiDDP):
-                _capture_under_gemini(model, images)
-            else:
-                torch.cuda.make_graphed_callables(network, (images,), num_warmup_iters=WARMUP_STEPS)
-    except RuntimeError as error:
-        failure = str(error).splitlines()[0]
-        torch.cuda.set_stream(stream)  # a capture that fails does not always leave its own
-    atexit.register(reset)
+        step: computes the loss of a batch, calls ``booster.backward``, returns the loss.
+        index: an argument for ``step``, on the GPU; no other shape can be replayed.
+        model: in training mode; its parameters stay where they are.
+        optimizer: its ``step()`` and ``zero_grad()`` follow each replay as they would the eager step.
 
-    failures = [None] * dist.get_world_size()
+    Returns:
+        A function to call in place of ``step``. The loss it returns is overwritten by its next call.
+    """
+    network = model.unwrap()
+    statistics = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    static_index, graph = index.clone(), torch.cuda.CUDAGraph()
     try:
-        dist.all_gather_object(failures, failure, group=gloo_group)
-    except RuntimeError:
-        fail(f"not all processes could capture CUDA graphs ({failure}): try --eager")
-    if any(failures):
-        vars(network).pop("forward", None)  # which make_graphed_callables has put before the class's own
-        reset()
-        if dist.get_rank() == 0:
-            reason = next(filter(None, failures))
-            print(f"warning: training without CUDA graphs, which could not be captured: {reason}", file=sys.stderr)
-    for buffer, before in statistics:  # the warm-up has moved BatchNorm's
+        prepare = internals.make_capturable(optimizer)
+        for _ in range(WARMUP_STEPS):
+            prepare()
+            step(static_index)
+            internals.discard_gradients(optimizer)
+        # thread_local, for NCCL's watchdog asks for the state of earlier collectives meanwhile
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            loss = step(static_index)
+    except (RuntimeError, ValueError) as error:
+        fail(f"the step cannot be captured as a CUDA graph ({str(error).splitlines()[0]}): try --eager")
+    _graphs.append(graph)
+    atexit.register(reset)
+    grads = [(parameter, parameter.grad) for parameter in network.parameters()]
+    internals.discard_gradients(optimizer)
+    for buffer, before in statistics:
         buffer.copy_(before)
 
+    def replay(index: Tensor) -> Tensor:
+        static_index.copy_(index, non_blocking=True)
+        prepare()
+        graph.replay()
+        for parameter, grad in grads:  # zero_grad() has taken them away
+            parameter.grad = grad
+        return loss
 
-def _capture_under_gemini(model: GeminiDDP, images: Tensor) -> None:
-    """Pass the whole network through Gemini's hooks as one operator with all parameters, and replay that.
-
-    Operator by operator, its hooks run in Python some 40 times each way, and no graph can hold them. A network of less
-    than GeminiPlugin's ``min_chunk_size_m``, by default 32 Mi parameters, has a single chunk, which stays where it is.
-    """
-    if not all(chunk.keep_gathered for chunk in model.chunk_manager.get_chunks(model.fp16_params)):
-        raise RuntimeError("Gemini moves the parameters of a network of this size")
-    if len(model.hooks) > 1:
-        raise RuntimeError("Gemini computes in fp8, operator by operator")
-    network, hooks = model.unwrap(), ColoParamOpHookManager
-    names, parameters = zip(*network.named_parameters())
-    weights = [parameter.data.requires_grad_() for parameter in parameters]
-
-    def operator(images: Tensor, *weights: Tensor) -> Tensor:
-        return functional_call(network, dict(zip(names, weights)), (images,))
-
-    replay = torch.cuda.make_graphed_callables(operator, (images, *weights), num_warmup_iters=WARMUP_STEPS)
-    eager = network.forward
-
-    def forward(images: Tensor) -> Tensor:
-        if not (model.training and hooks.has_hook()):
-            return eager(images)
-        with torch._C.DisableTorchFunction():
-            images, *weights = hooks.pre_op(parameters, images, *parameters)
-            return hooks.post_op(parameters, replay(images, *weights))
-
-    network.forward = forward
+    return replay
 
 
 def reset() -> None:
-    """Free all captured graphs: a process group never ends while one with its collectives lives (pytorch#115388).
-
-    Not while a collective is under way: the search for the graphs holds all tensors for a moment, and PyTorch complains
-    of those that a thread frees meanwhile.
-    """
-    time.sleep(0.1)  # for the threads that free the tensors of the last collectives
-    for graph in gc.get_objects():
-        if type(graph) is torch.cuda.CUDAGraph:
-            graph.reset()
+    """Free all captured graphs: a process group never ends while one with its collectives lives (pytorch#115388)."""
+    while _graphs:
+        _graphs.pop().reset()

@@ -142,7 +142,7 @@ def flip_and_crop(padded: Tensor, index: Tensor, top: Tensor, left: Tensor, flip
 
 
 class TrainingSet(Dataset):
-    """Training images on a device. Its batches come from ``__getitems__``, gathered and augmented in one go.
+    """Training images on a device. Its loader gives the indices of a batch, and :meth:`batch` gathers and augments it.
 
     Each epoch draws a flip and a crop for every image from ``seed`` and the epoch alone, so that any epoch can be
     repeated, by any number of processes. :meth:`set_epoch` must be called before the first batch of each.
@@ -152,21 +152,25 @@ class TrainingSet(Dataset):
         self.padded = F.pad(images, (PADDING,) * 4).to(device)
         self.labels = labels.to(device)
         self.seed = seed
+        # Their addresses stay the same, for graphs to read
+        self.offsets = torch.zeros(2, len(labels), dtype=torch.int64, device=device)
+        self.flip = torch.zeros(len(labels), dtype=torch.bool, device=device)
 
     def set_epoch(self, epoch: int) -> None:
         """Draw this epoch's flips and crops."""
         generator = torch.Generator().manual_seed(Random(f"{self.seed} {epoch}").getrandbits(63))
-        offsets = torch.randint(0, 2 * PADDING + 1, (2, len(self)), generator=generator)
-        self.top, self.left = offsets.to(self.padded.device)
-        self.flip = (torch.rand(len(self), generator=generator) < 0.5).to(self.padded.device)
+        self.offsets.copy_(torch.randint(0, 2 * PADDING + 1, self.offsets.shape, generator=generator))
+        self.flip.copy_(torch.rand(len(self), generator=generator) < 0.5)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitems__(self, indices: list[int]) -> Split:
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        """The indices as int64 of shape (B,), in memory from which a copy to a GPU need not be waited for."""
+        return torch.tensor(indices, pin_memory=self.labels.is_cuda)
+
+    def batch(self, index: Tensor) -> Split:
         """The augmented images, float32 of shape (B, 3, 32, 32) in [0, 1], and their labels, int64 of shape (B,)."""
-        index = torch.tensor(indices)
-        if self.padded.is_cuda:  # from pinned memory the copy does not wait for the GPU
-            index = index.pin_memory().to(self.padded.device, non_blocking=True)
-        images = flip_and_crop(self.padded, index, self.top[index], self.left[index], self.flip[index])
-        return images, self.labels[index]
+        index = index.to(self.labels.device, non_blocking=True)
+        top, left = self.offsets[:, index]
+        return flip_and_crop(self.padded, index, top, left, self.flip[index]), self.labels[index]

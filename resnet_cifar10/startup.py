@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 from resnet_cifar10.failure import fail
@@ -108,7 +109,8 @@ def shut_down() -> None:
 
     from resnet_cifar10 import cuda_graphs
 
-    # PyTorch 2.5 destroys a gloo group holding the GIL, and waits for threads that may want it to free the tensors of
-    # the last collectives: for ever. Asleep, as reset is first, this thread leaves them the GIL.
     cuda_graphs.reset()
+    # PyTorch 2.5 destroys a gloo group holding the GIL, and waits for threads that may want it to free the tensors of
+    # the last collectives: for ever. Asleep, this thread leaves them the GIL.
+    time.sleep(0.1)
     dist.destroy_process_group()

@@ -54,193 +54,165 @@ def failure():
 
 
 def steps():
-    """Of ZeRO and of Gemini, faster than they come."""
+    """Of ZeRO and of Gemini, changed so that a graph can hold them, after warm-up steps that must leave no trace.
+
+    On a CPU, without a graph, beside ColossalAI as it comes: after each step, in every precision, all bits are equal.
+    """
+    import colossalai.zero as zero
+    from colossalai.nn.optimizer import HybridAdam
+
+    from resnet_cifar10 import internals
     from tests.stand_in import stand_in_for_a_gpu
 
     stand_in_for_a_gpu()
-    zero_steps()
-    gemini_steps()
-    resets()
+    scaling = dict(initial_scale=2**5, hysteresis=1, growth_interval=2)
 
+    def low_level_zero(network, dtype, **options):
+        network = network.to(dtype)
+        optimizer = zero.LowLevelZeroOptimizer(HybridAdam(network.parameters(), lr=0.01), **scaling, **options)
+        return network, optimizer, lambda: optimizer._master_param_groups_of_current_rank[0]
 
-def zero_steps():
-    """ColossalAI's ZeRO step and the fused one, on a CPU: after each, in every precision, all bits must be equal."""
-    from colossalai.nn.optimizer import HybridAdam
-    from colossalai.zero import LowLevelZeroOptimizer
-
-    from resnet_cifar10 import zero
-
-    def run(dtype, fused, **options):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)).to(dtype)
-        optimizer = LowLevelZeroOptimizer(HybridAdam(model.parameters(), lr=0.1), initial_scale=2**5, **options)
-        return model, optimizer, fused and zero.fuse_step(optimizer)
-
-    seed = 0 if dist.get_world_size() > 2 else dist.get_rank()  # a sum of three depends on their order
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        scales, runs = [], [run(dtype, fused, hysteresis=1, growth_interval=2) for fused in (False, True)]
-        assert [done for _, _, done in runs] == [False, True]
-        for step in range(8):
-            torch.manual_seed(100 * step + seed)
-            images, labels = torch.randn(4, 7).to(dtype), torch.randint(0, 3, (4,))
-            if dtype == torch.float16 and step == 4 and dist.get_rank() == dist.get_world_size() - 1:
-                images[0, 0] = torch.inf  # gradients overflow, in one process
-            for model, optimizer, _ in runs:
-                optimizer.backward(torch.nn.functional.cross_entropy(model(images).float(), labels))
-                optimizer.step()
-                optimizer.zero_grad()
-            (model, optimizer, _), (fused_model, fused_optimizer, _) = runs
-            torch.testing.assert_close(fused_model.state_dict(), model.state_dict(), rtol=0, atol=0)
-            state = optimizer.state_dict()["state"]
-            torch.testing.assert_close(fused_optimizer.state_dict()["state"], state, rtol=0, atol=0)
-            for master, fused_master in zip(*(opt._master_param_groups_of_current_rank[0] for _, opt, _ in runs)):
-                assert torch.equal(master, fused_master) and master.isfinite().all()
-            if dtype == torch.float16:
-                scales.append(optimizer.mixed_precision_mixin.loss_scale)
-                assert scales[-1] == fused_optimizer.mixed_precision_mixin.loss_scale
-        print(f"ZeRO, {dtype}: equal, loss scales {scales}", flush=True)
-
-    _, clips, done = run(torch.float16, fused=True, clip_grad_norm=1.0)
-    assert not done and "step" not in vars(clips)
-
-
-def gemini_steps():
-    """Gemini's, operator by operator and with the network as one, on a CPU: after each, all bits must be equal."""
-    from colossalai.nn.optimizer import HybridAdam
-    from colossalai.zero import GeminiDDP, GeminiOptimizer
-
-    from resnet_cifar10 import cuda_graphs
-
-    def run(dtype, is_one, min_chunk_size_m=32):
-        torch.manual_seed(0)
-        network = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 4, 3, bias=False), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(3600, 10)
-        )
+    def gemini(network, dtype, min_chunk_size_m=32):
         optimizer = HybridAdam(network.parameters(), lr=0.01)
         options = dict(search_range_m=32, min_chunk_size_m=min_chunk_size_m, chunk_init_device=torch.device("cpu"))
-        model = GeminiDDP(network, **options, placement_policy="static", mixed_precision=dtype)
-        optimizer = GeminiOptimizer(optimizer, model, initial_scale=2**5, hysteresis=1, growth_interval=2)
+        model = zero.GeminiDDP(network, **options, placement_policy="static", mixed_precision=dtype)
+        return model, zero.GeminiOptimizer(optimizer, model, **scaling), lambda: model.state_dict(only_rank_0=False)
 
-        def replay(operator, inputs, **_):  # as a graph does, with the shapes and at the addresses of its capture
-            shape, addresses = inputs[0].shape, [weight.data_ptr() for weight in inputs[1:]]
+    def boost(plugin, dtype, **options):
+        torch.manual_seed(0)
+        network = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3, bias=False), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 10)
+        )
+        return plugin(network, dtype, **options)
 
-            def call(images, *weights):
-                replays.append(dtype)
-                assert images.shape == shape and [weight.data_ptr() for weight in weights] == addresses
-                with patch.dict(vars(model.module)):
-                    del model.module.forward
-                    return operator(images, *weights)
+    seed = 0 if dist.get_world_size() > 2 else dist.get_rank()  # a sum of three depends on their order
+    half = torch.float16
+    for plugin, dtypes in ((low_level_zero, (torch.float32, half, torch.bfloat16)), (gemini, (half, torch.bfloat16))):
+        for dtype in dtypes:
+            plain, changed = (boost(plugin, dtype) for _ in range(2))
+            scales, prepare = [], internals.make_capturable(changed[1])
 
-            return call
+            def backward(model, optimizer, step, factor=1):
+                torch.manual_seed(100 * step + seed)
+                images, labels = torch.rand(4, 3, 8, 8).to(dtype), torch.randint(0, 10, (4,))  # noqa: B023
+                loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
+                optimizer.backward(loss * factor)
+                return loss
 
-        if is_one:
-            with patch.object(torch.cuda, "make_graphed_callables", replay):
-                cuda_graphs._capture_under_gemini(model, torch.rand(4, 3, 32, 32))
-        return model, optimizer
+            statistics = [(buffer, buffer.clone()) for buffer in changed[0].buffers()]
+            for step in range(3):
+                prepare()
+                backward(*changed[:2], step)
+                internals.discard_gradients(changed[1])
+            for buffer, before in statistics:
+                buffer.copy_(before)
 
-    replays = []
-    for dtype in (torch.float16, torch.bfloat16):
-        scales, runs = [], [run(dtype, is_one) for is_one in (False, True)]
-        for step in range(8):
-            torch.manual_seed(100 * step + (dist.get_rank() if dist.get_world_size() < 3 else 0))
-            images, labels = torch.rand(4, 3, 32, 32), torch.randint(0, 10, (4,))
-            found = []
-            for model, optimizer in runs:
-                model.train()
-                loss = torch.nn.functional.cross_entropy(model(images), labels)
-                optimizer.backward(loss * (1e9 if step == 4 and dtype == torch.float16 else 1))
-                optimizer.step()
-                optimizer.zero_grad()
-                model.eval()
-                with torch.no_grad():
-                    found.append({"loss": loss, "logits": model(images[:3]), **dict(model.module.named_buffers())})
-                found[-1].update(model.state_dict(only_rank_0=False))
-            torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-            if dtype == torch.float16:
-                scales.append(optimizer.mix_precision_mixin.loss_scale)
-        assert replays.count(dtype) == 8
-        print(f"Gemini, {dtype}: equal, loss scales {scales}", flush=True)
-    with pytest.raises(RuntimeError, match="Gemini moves the parameters"):
-        run(torch.float16, is_one=True, min_chunk_size_m=0)
+            for step in range(8):
+                # In half precision, gradients overflow, in one process
+                overflow = dtype == half and step == 4 and dist.get_rank() == dist.get_world_size() - 1
+                found = []
+                for model, optimizer, weights in (plain, changed):
+                    if model is changed[0]:
+                        prepare()
+                    loss = backward(model, optimizer, step, 1e9 if overflow else 1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    moments = [state[name] for state in optimizer.optim.state.values() for name in sorted(state)]
+                    found.append([loss, weights(), dict(model.named_buffers()), moments])
+                    found[-1].append({name: weight.clone() for name, weight in model.named_parameters()})
+                    found[-1].append(internals.loss_scaling(optimizer))
+                torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+                scales.append(found[1][-1]["loss_scale"])
+            print(f"{plugin.__name__}, {dtype}: equal, loss scales {scales}", flush=True)
 
-
-def resets():
-    """Right after collectives, whose tensors another thread may still have to free."""
-    from resnet_cifar10 import cuda_graphs
-
-    for _ in range(20):
-        dist.all_reduce(torch.zeros(1000))
-        cuda_graphs.reset()
+    for plugin, options, words in (
+        (low_level_zero, dict(clip_grad_norm=1.0), "other options than the default: _clip_grad_norm"),
+        (gemini, dict(min_chunk_size_m=0), "Gemini moves the weights"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            internals.make_capturable(boost(plugin, half, **options)[1])
 
 
 def boosted(plugin, *how):
-    """On a GPU, as train.py does it; ``how``: "graphs", "fused" (ZeRO), "uncapturable" (it waits for the GPU)."""
+    """On a GPU, as train.py does it; ``how``: "graphs", "uncapturable" (it waits for the GPU)."""
     import colossalai
     from colossalai.booster import Booster
     from colossalai.nn.optimizer import HybridAdam
 
-    from resnet_cifar10 import cuda_graphs, zero
+    from resnet_cifar10 import cuda_graphs
     from train import make_plugin
 
     if not dist.is_initialized():
         colossalai.launch_from_torch(verbose=False)
+        cuda_graphs.use_side_stream()
     torch.manual_seed(0)
     torch.backends.cudnn.deterministic = True
     device = torch.device("cuda", torch.cuda.current_device())
     train_set = TrainingSet(*generate_split("train"), 0, device)
     train_set.set_epoch(1)
     boosting = make_plugin(plugin)
-    loader = boosting.prepare_dataloader(train_set, 50, shuffle=True, drop_last=True, collate_fn=lambda batch: batch)
+    loader = boosting.prepare_dataloader(train_set, 50, shuffle=True, drop_last=True, collate_fn=lambda index: index)
     booster = Booster(plugin=boosting, mixed_precision="fp16" if plugin == "torch_ddp_fp16" else None)
     model, criterion = make_model(), torch.nn.CrossEntropyLoss()
     optimizer = HybridAdam(model.parameters(), lr=1e-3)
     lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [20])
-    with cuda_graphs.capturable():
-        boosted = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
-    model, optimizer, criterion, _, lr_scheduler = boosted
-    if "fused" in how:
-        assert zero.fuse_step(optimizer)
-    if "uncapturable" in how:
+    model, optimizer, criterion, _, lr_scheduler = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
+    if "uncapturable" in how and dist.get_rank() == dist.get_world_size() - 1:
         model.unwrap().relu.register_forward_pre_hook(lambda module, inputs: (inputs[0].sum().item(), None)[1])
+
+    def forward_backward(index):
+        images, labels = train_set.batch(index)
+        loss = criterion(model(images), labels)
+        booster.backward(loss, optimizer)
+        return loss.detach()
+
     if "graphs" in how:
-        cuda_graphs.capture(model, 50, autocast=plugin == "torch_ddp_fp16")
+        index = torch.arange(50, device=device)
+        forward_backward = cuda_graphs.capture(forward_backward, index, model.train(), optimizer)
 
     def train(steps):
         model.train()
         found = []
-        for _, (images, labels) in zip(range(steps), loader):
-            loss = criterion(model(images), labels)
-            booster.backward(loss, optimizer)
+        for _, index in zip(range(steps), loader):
+            found.append(forward_backward(index).float().clone())
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.detach().float())
         return torch.stack(found).tolist()
 
     return train, (booster, model, optimizer, lr_scheduler)
 
 
 def losses(plugin, *how):
-    """Of the first 50 steps, and what they leave BatchNorm with; how many graphs they replayed."""
-    train, (_, model, *_) = boosted(plugin, *how)
+    """Of 50 steps, half of them after a loss scale that overflows; how many graphs they replayed; what they leave."""
+    from resnet_cifar10.internals import loss_scaling, set_loss_scaling
+
+    train, (_, model, optimizer, _) = boosted(plugin, *how)
+    rng = [torch.get_rng_state().sum().item(), torch.cuda.get_rng_state().sum().item()]
     replay, replays = torch.cuda.CUDAGraph.replay, []
     with patch.object(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph))):
-        print("losses:", *train(50), flush=True)
+        first = train(25)
+        if loss_scaling(optimizer)["loss_scale"]:
+            set_loss_scaling(optimizer, {"loss_scale": 2.0**24, "growth_step": 0, "hysteresis_step": 0})
+        print("losses:", *first, *train(25), flush=True)
     print("replays:", len(replays), flush=True)
-    print("statistics:", *(buffer.float().sum().item() for buffer in model.unwrap().buffers()), flush=True)
+    adam = getattr(optimizer.optim, "optim", optimizer.optim)
+    moments = [state[name] for state in adam.state.values() for name in ("exp_avg", "exp_avg_sq", "step")]
+    tensors = [*model.unwrap().parameters(), *model.unwrap().buffers(), *moments]
+    sums = [torch.as_tensor(tensor).double().sum().item() for tensor in tensors]
+    print("state:", *rng, *loss_scaling(optimizer).values(), *sums, flush=True)
 
 
 def reload(plugin, folder):
     """Save a trained model, load it into an untrained one, save that again."""
-    from resnet_cifar10 import checkpoint
+    from resnet_cifar10 import checkpoint, internals
 
-    how = ["fused"] if plugin == "low_level_zero" else []
-    train, trained = boosted(plugin, *how)
+    train, trained = boosted(plugin, "graphs")
     train(6)
     average_batch_norm_statistics(trained[1])
     trained[-1].step()
-    checkpoint._set_loss_scaling(trained[2], {"loss_scale": 4096.0, "growth_step": 7, "hysteresis_step": 1})
+    internals.set_loss_scaling(trained[2], {"loss_scale": 4096.0, "growth_step": 7, "hysteresis_step": 1})
     checkpoint.save(*trained, Path(folder), 1)
-    train, fresh = boosted(plugin, *how)
+    train, fresh = boosted(plugin, "graphs")
     checkpoint.load(*fresh, Path(folder), 1)
     checkpoint.save(*fresh, Path(folder, "again"), 1)
     print("went on with:", *train(3), flush=True)

@@ -55,7 +55,7 @@ def test_draws_depend_on_seed_and_epoch_alone():
         for other in visited:
             data.set_epoch(other)
         data.set_epoch(epoch)
-        return data.__getitems__(indices)
+        return data.batch(data.__getitems__(indices))
 
     indices = [5, 60, 7, 0]
     images, labels = batch(1, 3, indices)
@@ -70,7 +70,7 @@ def test_draws_depend_on_seed_and_epoch_alone():
 def test_draws_cover_every_offset_and_flip_about_half():
     data = TrainingSet(torch.zeros(5000, 3, 32, 32, dtype=torch.uint8), torch.zeros(5000), 0, torch.device("cpu"))
     data.set_epoch(1)
-    for offsets in (data.top, data.left):
+    for offsets in data.offsets:
         counts = offsets.bincount()
         assert len(counts) == 9 and counts.min() > 400
     assert 0.45 < data.flip.float().mean() < 0.55

@@ -98,50 +98,33 @@ def test_more_processes_than_gpus():
 
 def first_losses(plugin, *how):
     run = torchrun(PROCESSES, "-m", "tests.processes", "losses", plugin, *how).succeeded()
-    assert f"replays: {100 if 'graphs' in how and 'uncapturable' not in how else 0}\n" in run.output
-    numbers = {name: [float(x) for x in re.search(rf"{name}: (.*)", run.output)[1].split()] for name in NUMBERS}
-    return *(torch.tensor(numbers[name]) for name in NUMBERS), run
-
-
-NUMBERS = ("losses", "statistics")
+    assert f"replays: {50 if how else 0}\n" in run.output and "warning:" not in run.output
+    return [
+        torch.tensor([float(x) for x in re.search(rf"{name}: (.*)", run.output)[1].split()], dtype=torch.float64)
+        for name in ("losses", "state")
+    ]
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_graphs_change_nothing_but_the_speed(plugin):
-    eager, statistics, _ = first_losses(plugin)
-    again, _, _ = first_losses(plugin)
-    graphed, graphed_statistics, run = first_losses(plugin, "graphs")
-    assert "warning:" not in run.output
-    noise = (eager - again).abs()
-    difference = (eager - graphed).abs()
-    print(f"{plugin}: two eager runs {noise.mean():.2e} {noise.max():.2e}, with graphs {difference.mean():.2e}")
-    assert difference[0] <= noise[0] + 1e-4
-    assert difference.mean() <= 2 * noise.mean() + 5e-3
-    torch.testing.assert_close(graphed_statistics, statistics, rtol=0.05, atol=0.05)
-
-
-def test_the_fused_step_of_zero_changes_nothing_but_the_speed():
-    """With graphs, as train.py has it, and without. That all bits are equal, a test on a CPU says."""
-    plain, _, _ = first_losses("low_level_zero")
-    again, _, _ = first_losses("low_level_zero")
-    assert plain[0] > 2 and plain[-1] < plain[0]
-    for how in (["fused"], ["fused", "graphs"]):
-        fused, _, run = first_losses("low_level_zero", *how)
-        assert "warning:" not in run.output
-        difference, noise = (fused - plain).abs(), (again - plain).abs()
-        print(f"{how}: greatest difference in 50 steps {difference.max():.2e}, of two plain runs {noise.max():.2e}")
+    """Nor does what they ask of ColossalAI's optimizers, a new loss scale and overflows included."""
+    (eager, state), (again, _), (graphed, graphed_state) = (first_losses(plugin, *how) for how in ([], [], ["graphs"]))
+    noise, difference = (eager - again).abs(), (eager - graphed).abs()
+    print(f"{plugin}: two eager runs differ by {noise.max():.2e}, a graph by {difference.max():.2e}")
+    assert eager[0] > 2 > eager[-1]
+    if noise.max() == 0:
+        assert torch.equal(graphed, eager) and torch.equal(graphed_state, state)
+    else:  # reductions of several processes, in changing order
         assert difference[0] <= noise[0] + 1e-4
         assert difference.mean() <= 2 * noise.mean() + 5e-3
+        torch.testing.assert_close(graphed_state, state, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("plugin", ["torch_ddp", "gemini"])
-def test_a_failed_capture_falls_back_with_one_line(plugin):
-    eager, _, _ = first_losses(plugin)
-    uncaptured, _, run = first_losses(plugin, "graphs", "uncapturable")
-    warnings = re.findall(r"^warning: .*$", run.output, re.MULTILINE)
-    assert len(warnings) == 1
-    assert warnings[0].startswith("warning: training without CUDA graphs, which could not be captured: ")
-    torch.testing.assert_close(uncaptured[:5], eager[:5], rtol=0, atol=1e-3)
+def test_a_failed_capture_ends_the_run_with_one_line(plugin):
+    """In the last process alone."""
+    run = torchrun(PROCESSES, "-m", "tests.processes", "losses", plugin, "graphs", "uncapturable")
+    run.failed_with("the step cannot be captured as a CUDA graph", "try --eager")
 
 
 @pytest.mark.parametrize("target, code", [(0.2, 0), (1, 1)])

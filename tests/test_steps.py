@@ -6,7 +6,7 @@ from conftest import torchrun
 def test_the_faster_steps_leave_the_same_bits(size):
     output = torchrun(size, "-m", "tests.processes", "steps").succeeded().output
     assert "Deallocating" not in output
-    for plugin, precisions in (("ZeRO", ("float32", "bfloat16")), ("Gemini", ("bfloat16",))):
+    for plugin, precisions in (("low_level_zero", ("float32", "bfloat16")), ("gemini", ("bfloat16",))):
         for precision in precisions:
             assert f"{plugin}, torch.{precision}: equal" in output
         scales = "[32.0, 64.0, 64.0, 128.0, 64.0, 64.0, 128.0, 128.0]"
