@@ -52,7 +52,7 @@ def parse_args() -> argparse.Namespace:
     add("--lr", type=arguments.learning_rate, default=1e-3, help="learning rate of one process, scaled by their number")
     add("--seed", type=arguments.seed, default=1024, help="of weights, order and augmentation")
     add("--dummy", action="store_true", help="train on generated images: no download")
-    add("--eager", action="store_true", help="launch every kernel from Python: no CUDA graphs")
+    add("--eager", action="store_true", help="no CUDA graph: each kernel is launched from Python")
     args = parser.parse_args()
     args.precision = args.precision or PLUGINS[args.plugin][0]
     if args.precision not in PLUGINS[args.plugin]:
