@@ -71,7 +71,7 @@ def make_plugin(name: str, precision: str | None = None):
 
     precision = precision or PLUGINS[name][0]
     if name == "low_level_zero":
-        # To overlap communication with the backward pass, ZeRO waits for the whole GPU: no gain with graphs
+        # To overlap communication with the backward pass, ZeRO waits for the whole GPU, which no graph can hold
         return LowLevelZeroPlugin(precision=precision, initial_scale=2**5, overlap_communication=False)
     if name == "gemini":
         # To reduce on another stream, Gemini waits for that stream in each step: no gain with one chunk

@@ -144,7 +144,9 @@ def main() -> None:
 
         def step(index):
             images, labels = train_set.batch(index)
-            booster.backward(criterion(model(images), labels), optimizer)
+            loss = criterion(model(images), labels)
+            booster.backward(loss, optimizer)
+            return loss
 
         if on_gpu and not args.eager:
             step = cuda_graphs.capture(step, torch.arange(args.batch_size, device=device), model, optimizer)

@@ -1,4 +1,4 @@
-"""Forward and backward pass as one CUDA graph: one launch a step, where Python makes hundreds."""
+"""A step, but for the optimizer's part, as one CUDA graph: one launch where Python makes hundreds."""
 
 import atexit
 from collections.abc import Callable
@@ -22,11 +22,12 @@ def capture(step: Callable[[Tensor], Tensor], index: Tensor, model, optimizer) -
     """Capture ``step``, a forward and backward pass of what the Booster has boosted.
 
     All processes call it. Weights, statistics, optimizer and random state stay as they are. A process that cannot
-    capture ends the run with one line.
+    capture ends the run with one line. Each replay does what the kernels did in the capture, with other numbers, and
+    writes the gradients anew: what Python decides in ``step`` is decided once, and nothing accumulates.
 
     Args:
         step: computes the loss of a batch, calls ``booster.backward``, returns the loss.
-        index: an argument for ``step``, on the GPU; no other shape can be replayed.
+        index: an argument for ``step``, on the GPU; those of the replays have its shape.
         model: in training mode; its parameters stay where they are.
         optimizer: its ``step()`` and ``zero_grad()`` follow each replay as they would the eager step.
 
@@ -38,15 +39,17 @@ def capture(step: Callable[[Tensor], Tensor], index: Tensor, model, optimizer) -
     static_index, graph = index.clone(), torch.cuda.CUDAGraph()
     try:
         prepare = internals.make_capturable(optimizer)
-        for _ in range(WARMUP_STEPS):
-            prepare()
-            step(static_index)
-            internals.discard_gradients(optimizer)
-        # thread_local, for NCCL's watchdog asks for the state of earlier collectives meanwhile
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            loss = step(static_index)
+        with torch.random.fork_rng(devices=[index.device]):
+            for _ in range(WARMUP_STEPS):
+                prepare()
+                step(static_index)
+                internals.discard_gradients(optimizer)
+            # thread_local, for NCCL's watchdog asks for the state of earlier collectives meanwhile
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                loss = step(static_index)
     except (RuntimeError, ValueError) as error:
-        fail(f"the step cannot be captured as a CUDA graph ({str(error).splitlines()[0]}): try --eager")
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        fail(f"the step cannot be captured as a CUDA graph ({reason}): try --eager")
     _graphs.append(graph)
     atexit.register(reset)
     grads = [(parameter, parameter.grad) for parameter in network.parameters()]
@@ -55,6 +58,7 @@ def capture(step: Callable[[Tensor], Tensor], index: Tensor, model, optimizer) -
         buffer.copy_(before)
 
     def replay(index: Tensor) -> Tensor:
+        assert index.shape == static_index.shape, f"{len(index)} images for a graph of {len(static_index)}"
         static_index.copy_(index, non_blocking=True)
         prepare()
         graph.replay()

@@ -119,7 +119,7 @@ def _fuse_step(optimizer: LowLevelZeroOptimizer) -> None:
         ValueError: the optimizer has other options than :data:`FUSED_OPTIONS`.
     """
     if odd := [name for name, value in FUSED_OPTIONS.items() if getattr(optimizer, name) != value]:
-        raise ValueError(f"ZeRO has other options than the default: {', '.join(odd)}")
+        raise ValueError(f"LowLevelZeroPlugin has options that its fused step does not know: {', '.join(odd)}")
     (group,) = optimizer.pg_to_param_list
     working, masters = optimizer._working_param_groups[0], optimizer._master_param_groups_of_current_rank[0]
     padded = [optimizer._working_param_to_padded_working_param[weight] for weight in working]
@@ -141,6 +141,8 @@ def _fuse_step(optimizer: LowLevelZeroOptimizer) -> None:
     working_shards = [weight.chunk(world_size)[number] for number in range(world_size) for weight in padded]
 
     def reduce_grad(partition_grad: bool) -> None:
+        if any(weight.grad is None for weight in working):
+            raise ValueError("LowLevelZeroPlugin: a parameter has no gradient")
         grads.zero_()  # for the padding
         torch._foreach_copy_(grad_views, [weight.grad for weight in working])
         grads.div_(world_size)

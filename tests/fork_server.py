@@ -39,11 +39,10 @@ def run(words: list[str], processes: int | None, environment: dict, timeout: flo
             rank.start()
         try:
             running, returncode = ranks, 0
-            while running and not returncode:
-                if not wait([rank.sentinel for rank in running], max(0, deadline - time.monotonic())):
-                    raise subprocess.TimeoutExpired(words, timeout)
+            while running and returncode == 0:
+                timed_out = not wait([rank.sentinel for rank in running], max(0, deadline - time.monotonic()))
                 running = [rank for rank in ranks if rank.exitcode is None]
-                returncode = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+                returncode = None if timed_out else next((rank.exitcode for rank in ranks if rank.exitcode), 0)
         finally:
             for rank in ranks:
                 rank.terminate()
@@ -51,12 +50,16 @@ def run(words: list[str], processes: int | None, environment: dict, timeout: flo
                 rank.join(5)
                 with suppress(ProcessLookupError):
                     os.killpg(rank.pid, signal.SIGKILL)  # with what it has started
-        return subprocess.CompletedProcess(words, returncode, *(Path(folder, o).read_text() for o in ("1", "2")))
+        outputs = [Path(folder, stream).read_text(errors="replace") for stream in ("1", "2")]
+    if returncode is None:
+        raise subprocess.TimeoutExpired(words, timeout, *outputs)
+    return subprocess.CompletedProcess(words, returncode, *outputs)
 
 
 def _main(words: list[str], environment: dict, folder: str, preexec) -> None:
     os.setpgrp()
-    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os.killpg(0, signal.SIGKILL)), daemon=True).start()
     for stream in (1, 2):
         os.dup2(os.open(f"{folder}/{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.clear()

@@ -126,7 +126,7 @@ def steps():
             print(f"{plugin.__name__}, {dtype}: equal, loss scales {scales}", flush=True)
 
     for plugin, options, words in (
-        (low_level_zero, dict(clip_grad_norm=1.0), "other options than the default: _clip_grad_norm"),
+        (low_level_zero, dict(clip_grad_norm=1.0), "options that its fused step does not know: _clip_grad_norm"),
         (gemini, dict(min_chunk_size_m=0), "Gemini moves the weights"),
     ):
         with pytest.raises(ValueError, match=words):
