@@ -1,7 +1,7 @@
 """Runs a script without the seconds its imports take: its processes are forked from one that has done them.
 
-That one, multiprocessing's fork server, starts with the first run, if not before, and ends with the process that
-imports this. No GPU may be visible then: when it is imported, ColossalAI turns to them, and forked processes cannot.
+That one, multiprocessing's fork server, ends with the process that imports this. No GPU may be visible when it starts:
+ColossalAI turns to GPUs when it is imported, and forked processes cannot.
 """
 
 import atexit
@@ -23,10 +23,9 @@ context = multiprocessing.get_context("forkserver")  # set its preload before th
 
 
 def run(words: list[str], processes: int | None, environment: dict, timeout: float, preexec=None):
-    """Run ``python *words`` in this folder: as a launcher's ``processes`` or, None, as it is.
+    """Run ``python *words``, with -c, -m or neither, in this folder: as a launcher's ``processes`` or, None, as it is.
 
-    Of Python's own options -c and -m are known. ``preexec``, which can be pickled, is called in each process first.
-    When a process fails, the others are ended, as torchrun does it; when time is up, all, and a TimeoutExpired raised.
+    ``preexec``, picklable, is called in each process first. When one fails, or time is up, the others are ended.
     """
     with socket.create_server(("127.0.0.1", 0)) as unused:
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused.getsockname()[1])}
@@ -34,11 +33,10 @@ def run(words: list[str], processes: int | None, environment: dict, timeout: flo
     variables = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes or 0)] or [{}]
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=_main, args=(words, {**environment, **v}, folder, preexec)) for v in variables]
-        deadline = time.monotonic() + timeout
+        deadline, running, returncode = time.monotonic() + timeout, ranks, 0
         for rank in ranks:
             rank.start()
         try:
-            running, returncode = ranks, 0
             while running and returncode == 0:
                 timed_out = not wait([rank.sentinel for rank in running], max(0, deadline - time.monotonic()))
                 running = [rank for rank in ranks if rank.exitcode is None]
@@ -64,8 +62,7 @@ def _main(words: list[str], environment: dict, folder: str, preexec) -> None:
         os.dup2(os.open(f"{folder}/{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.clear()
     os.environ.update(environment)
-    if int(environment.get("WORLD_SIZE", 1)) > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; the fork server has read it already, hence:
+    if int(environment.get("WORLD_SIZE", 1)) > 1:  # as torchrun, which sets OMP_NUM_THREADS
         sys.modules["torch"].set_num_threads(1)
     if preexec:
         preexec()
