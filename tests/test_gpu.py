@@ -20,6 +20,7 @@ TOLERANCES = {"fp32": 0, "fp16": 0.1, "bf16": 1}  # in points: train.py evaluate
 
 @pytest.fixture(autouse=True)
 def visible_gpus(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which torchrun sets for several processes; shards may share the cores
     if VISIBLE_GPUS is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     else:
