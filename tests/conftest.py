@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
-from unittest.mock import patch
 
 import fork_server
 import psutil
@@ -34,8 +33,7 @@ fork_server.context.set_forkserver_preload(  # what the scripts import, and what
     ["__main__", "torch", "torch.distributed", "torchvision", "torchvision.datasets", "torchvision.models", "tqdm"]
     + ["PIL.Image", "colossalai", "colossalai.booster.plugin", "colossalai.cluster", "colossalai.nn.optimizer"]
 )
-with patch.dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1"):  # PyTorch's compiler would start processes
-    forkserver.ensure_running()  # while this one imports
+forkserver.ensure_running()  # while this one imports
 
 
 class Run:
@@ -83,7 +81,7 @@ def killed_after(seconds: float, process: subprocess.Popen) -> Iterator[None]:
         kill_family(process)
 
 
-def execute(*command: object, timeout: float = 300, preexec_fn=None, **environment: object) -> Run:
+def execute(*command: object, timeout: float = 300, **environment: object) -> Run:
     """Run a command in the project's folder, and end it with all it has started."""
     process = subprocess.Popen(
         [str(word) for word in command],
@@ -92,7 +90,6 @@ def execute(*command: object, timeout: float = 300, preexec_fn=None, **environme
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=preexec_fn,
     )
     try:
         stdout, stderr = process.communicate(timeout=timeout)

@@ -56,7 +56,8 @@ def test_processes_through_colossalai_run_and_a_missed_target(tmp_path, images):
     assert len(run.accuracies) == 1 and epochs(folder) == [1]
 
 
-def test_one_process_without_a_launcher_without_checkpoints_and_a_missed_target(tmp_path, images):
+def test_one_process_without_a_launcher_without_checkpoints_and_a_missed_target(tmp_path, images, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")  # which importing the package has set in this process, too
     code = "import runpy, sys; sys.argv = sys.argv[1:]\n"
     code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
     code += "finally: print('compile threads:', sys.modules['torch._inductor.config'].compile_threads)"
