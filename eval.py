@@ -1,4 +1,4 @@
-"""Evaluate checkpoints of train.py on one device: the GPU if there is one, else the CPU.
+"""Evaluate checkpoints of train.py on one device: a GPU if there is one, else the CPU.
 
 python eval.py -c ./checkpoint -e 80
 """
@@ -9,8 +9,14 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from resnet_cifar10 import arguments, checkpoint, files
-from resnet_cifar10.failure import fail, fail_clearly
+# First, because the package silences harmless warnings of the others
+from resnet_cifar10 import checkpoint, data, report, runtime
+from resnet_cifar10.evaluation import accuracy_line, accuracy_of, confusion_matrix
+from resnet_cifar10.runtime import fail, fail_together
+
+import torch
+from torchvision.models import resnet18
+from tqdm import tqdm
 
 
 def parse_args() -> argparse.Namespace:
@@ -20,69 +26,53 @@ def parse_args() -> argparse.Namespace:
     )
     parser.error = fail
     add = parser.add_argument
-    add("-e", "--epoch", type=arguments.epoch, nargs="+", default=[80], help="one or several, latest, or all")
+    add("-e", "--epoch", nargs="+", default=["80"], help="one or more epochs, latest, or all")
     add("-c", "--checkpoint", type=Path, default="./checkpoint", help="folder of the checkpoints")
     add("--per_class", action="store_true", help="print the accuracy of each class and the most confused pairs")
-    add("--plot", type=arguments.png, metavar="FILE.png", help="draw the confusion matrix and accuracy over epochs")
-    add("--dummy", action="store_true", help="evaluate on the generated images of train.py --dummy")
-    return parser.parse_args()
+    add("--plot", type=Path, metavar="FILE.png", help="plot the confusion matrix and the accuracy of each epoch")
+    add("--dummy", action="store_true", help="use the generated images of train.py --dummy")
+    args = parser.parse_args()
+    if args.plot and (args.plot.suffix != ".png" or args.plot.is_dir()):
+        parser.error("--plot needs the name of a file that ends in .png")
+    return args
 
 
 def main() -> None:
     args = parse_args()
-    sys.stdout.reconfigure(errors="replace")  # names of classes can have any character
-    with fail_clearly():
-        epochs = checkpoint.resolve_epochs(args.checkpoint, args.epoch)
-        if args.plot and find_spec("matplotlib") is None:
-            print(f"warning: no {args.plot}: pip install matplotlib first", file=sys.stderr)
-            args.plot = None
-        if args.plot:
-            files.make_folder(args.plot.parent)
-
-    # Only now: these imports take seconds
-    import torch
-    from tqdm import tqdm
-
-    from resnet_cifar10 import data, report
-    from resnet_cifar10.evaluation import accuracy_line, accuracy_of, confusion_matrix
-    from resnet_cifar10.model import make_model
-
-    with fail_clearly():
-        if args.dummy:
-            images, labels = data.generate_split("test")
-            names = [str(label) for label in range(data.CLASSES)]
-        else:
-            root = Path(os.environ.get("DATA", "./data"))
-            data.download_if_absent(root)
-            images, labels = data.load_split(root, "test")
-            names = data.class_names(root)
-
+    sys.stdout.reconfigure(errors="replace")  # class names can have any character
+    root = None if args.dummy else Path(os.environ.get("DATA", "./data"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    images, labels = images.to(device), labels.to(device)
-    model = make_model().to(device)
+    if args.plot and find_spec("matplotlib") is None:
+        print(f"warning: no {args.plot}: pip install matplotlib first", file=sys.stderr)
+        args.plot = None
+    runtime.make_folders(args.plot and args.plot.parent)
+    with fail_together():
+        epochs = checkpoint.resolve_epochs(args.checkpoint, args.epoch)
+        data.download_if_absent(root)
+        images, labels = (tensor.to(device) for tensor in data.load_split(root, "test"))
+
+    model = resnet18(num_classes=10).to(device)
     confusions = {}
-    for epoch in tqdm(epochs, desc="Evaluating", leave=False, disable=len(epochs) == 1):
-        with fail_clearly():
-            weights = checkpoint.read(args.checkpoint, "model", epoch)
-        model.load_state_dict(weights)  # casts fp16 and bf16 to the fp32 of this model
+    for epoch in tqdm(epochs, "Evaluating", leave=False, disable=len(epochs) == 1):
+        with fail_together():
+            weights = checkpoint.read_model(args.checkpoint, epoch, model)
+        model.load_state_dict(weights)  # fp16 and bf16 become fp32
         confusions[epoch] = confusion_matrix(model, images, labels)
 
     best = report.best_epoch(confusions)
     if len(epochs) > 1:
         print(report.accuracy_table(confusions))
     else:
-        if args.epoch != epochs:  # it was asked for as latest, or all
+        if args.epoch[0] in ("latest", "all"):
             print(f"Checkpoint of epoch {best}")
         print(accuracy_line(accuracy_of(confusions[best])))
+    names = data.class_names(root)
     if args.per_class:
         print(f"\nEpoch {best}, class by class:\n{report.class_table(confusions[best], names)}")
     if args.plot:
-        with fail_clearly():
+        with fail_together():
             report.plot(args.plot, confusions, names)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        fail("stopped")
+    main()

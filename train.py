@@ -1,24 +1,34 @@
 """Train ResNet-18 on CIFAR-10 with ColossalAI's Booster.
 
-    colossalai run --nproc_per_node 2 train.py -p low_level_zero
-    torchrun --nproc_per_node 2 train.py -p gemini
-    python train.py --dummy --epochs 2
-
-The README has the whole story; `python train.py --help` lists the flags.
+colossalai run --nproc_per_node 2 train.py -p low_level_zero
+torchrun --nproc_per_node 2 train.py -p gemini
+python train.py --dummy --epochs 2
 """
 
 import argparse
 import math
 import os
-import sys
+import signal
 import time
-from functools import partial
 from pathlib import Path
 
-from resnet_cifar10 import arguments, checkpoint, files, metrics, quiet, startup
-from resnet_cifar10.failure import fail, fail_clearly, fail_together
+# First, because the package silences harmless warnings of the others
+from resnet_cifar10 import checkpoint, cuda_graphs, data, evaluation, internals, metrics, runtime
+from resnet_cifar10.runtime import fail
 
-PLUGINS = {  # and the precisions of each, its default first
+import colossalai
+import torch
+import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from colossalai.cluster import DistCoordinator
+from colossalai.nn.optimizer import HybridAdam
+from torch.optim.lr_scheduler import MultiStepLR
+from torchvision.models import resnet18
+from tqdm import tqdm
+
+PRECISIONS = {  # of each plugin, the default first
     "torch_ddp": ("fp32",),
     "torch_ddp_fp16": ("fp16",),
     "low_level_zero": ("fp16", "bf16", "fp32"),
@@ -31,224 +41,170 @@ def parse_args() -> argparse.Namespace:
         description="Train ResNet-18 on CIFAR-10 with ColossalAI's Booster.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.error = fail
+    parser.error = fail  # one line, once per node
     add = parser.add_argument
-    add("-p", "--plugin", default="torch_ddp", choices=PLUGINS, help="how the Booster distributes the training")
-    add("--precision", choices=("fp32", "fp16", "bf16"), help="of low_level_zero or (no fp32) gemini, if not fp16")
-    add("-r", "--resume", type=arguments.resume_epoch, default=-1, help="epoch to resume from, or latest; -1: none")
-    add("-c", "--checkpoint", type=Path, default="./checkpoint", help="folder of the checkpoints, made when absent")
-    add(
-        "-i",
-        "--interval",
-        type=arguments.natural_int,
-        default=5,
-        help="save every so many epochs and the last; 0: never",
-    )
-    add("--eval_interval", type=arguments.natural_int, default=0, help="evaluate every so many epochs and the last")
-    add("--target_acc", type=arguments.accuracy, help="accuracy in (0, 1] to reach; a run that ends below it fails")
-    add("--log_dir", type=Path, help="folder for metrics.jsonl and TensorBoard's curves, made when absent")
-    add("--epochs", type=arguments.positive_int, default=80, help="in all, those resumed from included")
-    add("--batch_size", type=arguments.batch_size, default=100, help="images per process and step")
-    add("--lr", type=arguments.learning_rate, default=1e-3, help="learning rate of one process, scaled by their number")
-    add("--seed", type=arguments.seed, default=1024, help="of weights, order and augmentation")
-    add("--dummy", action="store_true", help="train on generated images: no download")
-    add("--eager", action="store_true", help="no CUDA graph: each kernel is launched from Python")
+    add("-p", "--plugin", default="torch_ddp", choices=PRECISIONS, help="how to distribute the training")
+    add("--precision", choices=("fp32", "fp16", "bf16"), help="of low_level_zero or gemini; default: fp16")
+    add("-r", "--resume", metavar="EPOCH", default="-1", help="epoch to resume from, or latest; -1: new run")
+    add("-c", "--checkpoint", type=Path, default="./checkpoint", help="folder for checkpoints")
+    add("-i", "--interval", type=int, default=5, help="save every N epochs and after the last; 0: never")
+    add("--eval_interval", type=int, default=0, help="also evaluate every N epochs; 0: after the last only")
+    add("--target_acc", type=float, help="fail if the last accuracy, in (0, 1], is below this")
+    add("--log_dir", type=Path, help="folder for metrics.jsonl and TensorBoard")
+    add("--epochs", type=int, default=80, help="total epochs, including resumed ones")
+    add("--batch_size", type=int, default=100, help="images per process and step")
+    add("--lr", type=float, default=1e-3, help="learning rate for one process; multiplied by the world size")
+    add("--seed", type=int, default=1024, help="for weights, order and augmentation")
+    add("--dummy", action="store_true", help="train on generated images, without a download")
+    add("--eager", action="store_true", help="no CUDA graph; ColossalAI's own steps")
     args = parser.parse_args()
-    args.precision = args.precision or PLUGINS[args.plugin][0]
-    if args.precision not in PLUGINS[args.plugin]:
-        fail(f"-p {args.plugin} has no --precision {args.precision}: it has {', '.join(PLUGINS[args.plugin])}")
-    if args.resume != "latest" and args.resume > args.epochs:
-        fail(f"--resume {args.resume} is beyond --epochs {args.epochs}")
+    precisions = PRECISIONS[args.plugin]
+    args.precision = args.precision or precisions[0]
+    for is_wrong, message in (
+        (args.precision not in precisions, f"-p {args.plugin} takes --precision {' or '.join(precisions)} only"),
+        (min(args.interval, args.eval_interval) < 0, "--interval and --eval_interval must be 0 or above"),
+        (args.target_acc is not None and not 0 < args.target_acc <= 1, "--target_acc: 84 % is written as 0.84"),
+        (args.epochs < 1, "--epochs must be 1 or above"),
+        (args.batch_size < 2, "--batch_size must be 2 or above: BatchNorm needs two images"),
+        (not 0 < args.lr <= 1, "--lr must be above 0, and 1 at most"),
+        (not 0 <= args.seed < 2**32, "--seed must be 0 or above, and below 2**32"),
+    ):
+        if is_wrong:
+            parser.error(message)
     return args
 
 
-def make_plugin(name: str, precision: str | None = None):
-    """ColossalAI's plugin for one of the :data:`PLUGINS`; DDP's fp16 is up to the Booster."""
-    from colossalai.accelerator import get_accelerator
-    from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-
-    from resnet_cifar10.cpu import CPUTorchDDPPlugin
-
-    precision = precision or PLUGINS[name][0]
-    if name == "low_level_zero":
-        # To overlap communication with the backward pass, ZeRO waits for the whole GPU, which no graph can hold
-        return LowLevelZeroPlugin(precision=precision, initial_scale=2**5, overlap_communication=False)
-    if name == "gemini":
-        # To reduce on another stream, Gemini waits for that stream in each step: no gain with one chunk
-        return GeminiPlugin(precision=precision, initial_scale=2**5, enable_async_reduce=False)
-    # All gradients are reduced at once and where they are; BatchNorm's statistics are averaged after each epoch
+def make_booster(plugin: str, precision: str) -> Booster:
+    """Everything that depends on the plugin."""
+    if plugin == "low_level_zero":
+        # overlap_communication waits for the GPU, which a CUDA graph cannot contain
+        options = dict(initial_scale=2**5, overlap_communication=False)
+        return Booster(plugin=LowLevelZeroPlugin(precision=precision, **options))
+    if plugin == "gemini":
+        # Async reduction waits for another stream in each step. A model of one chunk gains nothing from it.
+        options = dict(initial_scale=2**5, enable_async_reduce=False)
+        return Booster(plugin=GeminiPlugin(precision=precision, **options))
+    # One bucket for all gradients. BatchNorm statistics are averaged after each epoch, not broadcast in each step.
     options = dict(bucket_cap_mb=100, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
-    return (TorchDDPPlugin if get_accelerator().name == "cuda" else CPUTorchDDPPlugin)(**options)
+    return Booster(plugin=TorchDDPPlugin(**options), mixed_precision="fp16" if precision == "fp16" else None)
 
 
-def make_folders(args: argparse.Namespace) -> None:
-    """Make the folders to save and to log to; raise a ValueError where the run could not resume, save or log."""
-    if args.resume not in (-1, "latest"):
-        checkpoint.check_exists(args.checkpoint, args.resume)
-    if args.interval and os.environ["LOCAL_RANK"] == "0":
-        files.make_folder(args.checkpoint)
-    if args.log_dir and os.environ["RANK"] == "0":
-        files.make_folder(args.log_dir)
-        metrics.read(args.log_dir)
+def train_epoch(train_loader, forward_backward, optimizer, description: str) -> float:
+    """Train for one epoch; return the mean loss over all steps and processes."""
+    loss_sum = torch.zeros((), device=get_accelerator().get_current_device())
+    with tqdm(train_loader, description, leave=False, disable=not DistCoordinator().is_master()) as progress:
+        for step, index in enumerate(progress):
+            loss = forward_backward(index)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss_sum += loss
+            if step % 50 == 0:  # not in each step: item() waits for the GPU
+                progress.set_postfix(loss=f"{loss.item():.4f}")
+    dist.all_reduce(loss_sum)
+    return loss_sum.item() / (len(train_loader) * dist.get_world_size())
 
 
 def main() -> None:
-    started = time.perf_counter()
+    run_start = time.perf_counter()
     args = parse_args()
-    sys.stdout.reconfigure(line_buffering=True)  # into files and pipes, too
-    startup.set_launcher_variables()
-    if startup.is_one_node():  # of several, one that failed now would leave the others waiting
-        with fail_clearly():
-            make_folders(args)
-    startup.check_devices(args.plugin)
-    quiet.silence_the_harmless()
 
-    # Only now: these imports take seconds, which nobody should wait to learn of a mistyped flag.
-    import colossalai
-    import torch
-    import torch.distributed as dist
-    from colossalai.accelerator import get_accelerator
-    from colossalai.booster import Booster
-    from colossalai.cluster import DistCoordinator
-    from colossalai.nn.optimizer import HybridAdam
-    from torch.optim.lr_scheduler import MultiStepLR
-    from torch.utils.data import DistributedSampler
-    from tqdm import tqdm
-
-    from resnet_cifar10 import cpu, cuda_graphs, data, internals
-    from resnet_cifar10.evaluation import accuracy_line, average_batch_norm_statistics, evaluate
-    from resnet_cifar10.model import make_model
-
-    # Launch: one process per GPU, each of which runs this file
-    on_gpu = get_accelerator().name == "cuda"
-    if on_gpu:
-        startup.check_kernels()
-    else:
-        cpu.register_cpu_adam()
+    # Launch: each process runs this file, on a GPU of its own
+    runtime.prepare_launch(args.plugin)
     colossalai.launch_from_torch(seed=args.seed, verbose=False)
     coordinator = DistCoordinator()
     device = get_accelerator().get_current_device()
-    device_name = torch.cuda.get_device_name() if on_gpu else "CPU (PyTorch sees no GPU)"
-    coordinator.print_on_master(
-        f"{args.plugin}, {args.precision}, {coordinator.world_size} process(es), {device_name}, "
-        f"PyTorch {torch.__version__}, ColossalAI {colossalai.__version__}"
+    on_gpu = device.type == "cuda"
+    coordinator.print_on_master(f"{args.plugin}, {args.precision}, {runtime.environment()}")
+    runtime.make_folders(args.checkpoint if args.interval else None, args.log_dir)
+    start_epoch = 1 + checkpoint.resume_epoch(args.checkpoint, args.resume, args.epochs)
+    log = metrics.open_log(args.log_dir, start_epoch)
+
+    # Plugin and Booster
+    booster = make_booster(args.plugin, args.precision)
+
+    # Data: all images are on the device; the loader shards and shuffles their indices
+    root = None if args.dummy else Path(os.environ.get("DATA", "./data"))
+    train_split, test_split = data.load(root, device)
+    train_set = data.TrainingSet(*train_split, args.seed)
+    train_loader = booster.plugin.prepare_dataloader(
+        train_set, args.batch_size, shuffle=True, drop_last=True, collate_fn=lambda index: index
     )
+    if len(train_loader) == 0:
+        fail(f"{len(train_set)} training images do not fill one step: lower --batch_size")
 
-    with fail_together():  # where there are several nodes, for the first time
-        make_folders(args)
-
-    # Plugin: DDP, ZeRO or Gemini, for the Booster to apply
-    plugin = make_plugin(args.plugin, args.precision)
-    booster = Booster(plugin=plugin, mixed_precision="fp16" if args.plugin == "torch_ddp_fp16" else None)
-
-    # Data: whole on the device; the loader shards it and gives the indices of a batch
-    root = Path(os.environ.get("DATA", "./data"))
-    with fail_together():
-        if not args.dummy and coordinator.is_node_master():
-            data.download_if_absent(root)
-    with fail_together():
-        read = data.generate_split if args.dummy else partial(data.load_split, root)
-        train_set = data.TrainingSet(*read("train"), args.seed, device)
-        test_images, test_labels = (tensor.to(device) for tensor in read("test"))
-        if len(train_set) < args.batch_size * coordinator.world_size:
-            raise ValueError(f"{len(train_set)} training images do not fill one step: lower --batch_size")
-    train_loader = plugin.prepare_dataloader(
-        train_set,
-        args.batch_size,
-        shuffle=True,
-        drop_last=True,
-        collate_fn=lambda index: index,
-        distributed_sampler_cls=partial(DistributedSampler, seed=args.seed),
-    )
-
-    # Model, loss, optimizer and learning rate
-    model = make_model()
+    # Model, loss, optimizer, learning rate
+    model = resnet18(num_classes=10)
     criterion = torch.nn.CrossEntropyLoss()
-    optimizer = HybridAdam(model.parameters(), lr=args.lr * coordinator.world_size)
+    lr = args.lr * coordinator.world_size
+    if on_gpu:
+        with runtime.explain_kernel_errors():
+            optimizer = HybridAdam(model.parameters(), lr=lr)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
-
-    startup.end_on_signals()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the run at once, without a traceback
 
     # Boost
-    if on_gpu:
-        cuda_graphs.use_side_stream()
-    boosted = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
-    model, optimizer, criterion, _, lr_scheduler = boosted
+    cuda_graphs.use_side_stream()
+    model, optimizer, criterion, _, lr_scheduler = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
 
-    # All of a step but the optimizer's part; what is written here is what a graph holds
     def forward_backward(index: torch.Tensor) -> torch.Tensor:
         images, labels = train_set.batch(index)
         loss = criterion(model(images), labels)
         booster.backward(loss, optimizer)
         return loss.detach()
 
-    if on_gpu and not args.eager:
-        index = torch.arange(args.batch_size, device=device)
-        forward_backward = cuda_graphs.capture(forward_backward, index, model.train(), optimizer)
+    if on_gpu and not args.eager:  # launch the kernels of a step all at once
+        forward_backward = cuda_graphs.capture(forward_backward, args.batch_size, model, optimizer)
 
     # Resume
-    if args.resume == "latest":
-        args.resume = checkpoint.agree_on_latest(args.checkpoint)
-        if args.resume > args.epochs:
-            fail(f"the newest checkpoint is of epoch {args.resume}, beyond --epochs {args.epochs}: raise that")
-    if args.resume != -1:
-        checkpoint.load(booster, model, optimizer, lr_scheduler, args.checkpoint, args.resume)
-    start_epoch = max(args.resume, 0) + 1
-    if args.interval and coordinator.is_master():
-        checkpoint.warn_of_later(args.checkpoint, start_epoch - 1)
-    log = metrics.open_log(args.log_dir, start_epoch)
+    if start_epoch > 1:
+        checkpoint.load(booster, model, optimizer, lr_scheduler, args.checkpoint, start_epoch - 1)
 
-    # Train
-    history, checkpoints = [], 0
+    # Epochs
+    history = []
     for epoch in range(start_epoch, args.epochs + 1):
         model.train()
-        train_loader.sampler.set_epoch(epoch)
+        train_loader.sampler.set_epoch(args.seed + epoch)  # it shuffles with this seed
         train_set.set_epoch(epoch)
-        loss_sum = torch.zeros((), device=device)
         start = time.perf_counter()
-        description, is_silent = f"Epoch [{epoch}/{args.epochs}]", not coordinator.is_master()
-        with tqdm(total=len(train_loader), desc=description, leave=False, disable=is_silent) as progress:
-            for step, index in enumerate(train_loader):
-                loss = forward_backward(index)
-                optimizer.step()
-                optimizer.zero_grad()
-                loss_sum += loss
-                if step % 50 == 0:  # now and then, for item() waits for the GPU
-                    progress.set_postfix(loss=f"{loss.item():.4f}")
-                progress.update()
-            dist.all_reduce(loss_sum)
-            steps = len(train_loader) * coordinator.world_size
-            mean_loss = loss_sum.item() / steps
+        loss = train_epoch(train_loader, forward_backward, optimizer, f"Epoch [{epoch}/{args.epochs}]")
         seconds = time.perf_counter() - start
-        if not math.isfinite(mean_loss):
-            fail(f"the mean loss of epoch {epoch} is {mean_loss}: nothing of it is saved; try a lower --lr")
-        average_batch_norm_statistics(model)
-
-        accuracy, is_last = None, epoch == args.epochs
+        if not math.isfinite(loss):
+            fail(f"the mean loss of epoch {epoch} is {loss}; this epoch is not saved; try a lower --lr")
+        evaluation.average_batch_norm_statistics(model)
+        is_last = epoch == args.epochs
+        accuracy = None
         if is_last or (args.eval_interval and epoch % args.eval_interval == 0):
-            accuracy = evaluate(model, test_images, test_labels)
-        (lr,), loss_scale = lr_scheduler.get_last_lr(), internals.loss_scaling(optimizer)["loss_scale"]
-        trained = steps * args.batch_size
-        history.append(metrics.of_epoch(epoch, mean_loss, lr, accuracy, trained, seconds, loss_scale))
+            accuracy = evaluation.evaluate(model, *test_split)
+        history.append(
+            {
+                "epoch": epoch,
+                "loss": loss,
+                "lr": lr_scheduler.get_last_lr()[0],
+                "accuracy": accuracy,
+                "images_per_second": len(train_loader) * args.batch_size * coordinator.world_size / seconds,
+                "seconds": seconds,
+                "loss_scale": internals.loss_scaling(optimizer)["loss_scale"] or None,
+                "peak_memory_mib": torch.cuda.max_memory_allocated() / 2**20 or None,
+            }
+        )
         coordinator.print_on_master(metrics.epoch_line(history[-1], args.epochs))
-        log(history[-1])  # before it is saved: an epoch to resume from has been logged
+        log(history[-1])  # before it is saved, so that the log has every epoch to resume from
         lr_scheduler.step()
-
         if args.interval and (is_last or epoch % args.interval == 0):
             checkpoint.save(booster, model, optimizer, lr_scheduler, args.checkpoint, epoch)
-            checkpoints += 1
 
-    if not history:  # nothing was left to train
-        accuracy = evaluate(model, test_images, test_labels)
-    coordinator.print_on_master(metrics.summary_line(history, time.perf_counter() - started, checkpoints))
-    coordinator.print_on_master(accuracy_line(accuracy))
+    # Accuracy
+    if not history:  # the resumed epoch was the last
+        accuracy = evaluation.evaluate(model, *test_split)
+    coordinator.print_on_master(metrics.summary_line(history, time.perf_counter() - run_start))
+    coordinator.print_on_master(evaluation.accuracy_line(accuracy))
     if args.target_acc and accuracy < args.target_acc:
         fail(f"the accuracy, {accuracy:.4f}, is below --target_acc {args.target_acc}")
-    startup.shut_down()
+    cuda_graphs.reset()
+    runtime.shut_down()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("error: stopped before the training began" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+    main()

@@ -1,29 +1,29 @@
-"""Checkpoints: one folder, four files an epoch, written whole or not at all and checked before they are loaded.
-
-Imports torch and ColossalAI only where it needs them: the scripts look for a checkpoint before they pay for those.
-"""
+"""Checkpoints: one folder, four files per epoch, written whole or not at all, and checked before they are loaded."""
 
 import os
 import re
 import shutil
 import socket
-import sys
-import tempfile
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from resnet_cifar10.failure import fail_together
-from resnet_cifar10.files import flush
+from resnet_cifar10.runtime import fail_together, flush
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
 MODEL, OPTIMIZER, LR_SCHEDULER = BOOSTER_PARTS = ("model", "optimizer", "lr_scheduler")
 STATE = "state"
-"""What those three cannot hold, the loss scale. Checkpoints without it, written by other programs, load as well."""
+"""The loss scale. Checkpoints of other programs lack this file, and load without it."""
 PARTS = (*BOOSTER_PARTS, STATE)
-STALE_SECONDS = 3600
-"""Age at which what a save has not finished is taken for that of a process that was killed."""
+NUMBERS = {  # the epoch first
+    LR_SCHEDULER: ("last_epoch", "_step_count", "base_lrs", "_last_lr"),
+    STATE: ("epoch", "loss_scale", "growth_step", "hysteresis_step"),
+}
 
 
 def path_of(folder: Path, part: str, epoch: int) -> Path:
@@ -32,83 +32,91 @@ def path_of(folder: Path, part: str, epoch: int) -> Path:
 
 
 def epochs(folder: Path, parts: tuple[str, ...] = PARTS) -> list[int]:
-    """The epochs of which ``folder`` has the files of all ``parts``, in order."""
+    """The epochs for which ``folder`` has the files of all ``parts``, in order."""
     names = (re.fullmatch(r"model_([1-9]\d*)\.pth", path.name) for path in folder.glob("model_*.pth"))
     found = (int(name[1]) for name in names if name)
     return sorted(epoch for epoch in found if all(path_of(folder, part, epoch).is_file() for part in parts))
 
 
-def check_exists(folder: Path, epoch: int, parts: tuple[str, ...] = BOOSTER_PARTS) -> None:
-    """Make sure that ``folder`` has the files of ``parts`` for ``epoch``.
+def resolve_epochs(folder: Path, asked: list[str], parts: tuple[str, ...] = (MODEL,)) -> list[int]:
+    """Turn epoch numbers, "latest" and "all" into the numbers of epochs that ``folder`` has, in order.
 
     Raises:
-        ValueError: it has not; the message names the machine, and the epochs there are or the file that is missing.
+        ValueError: one is not an epoch, or its files are missing. The message names the machine and what there is.
     """
     where = f"{folder} on {socket.gethostname()}"
-    missing = [path.name for part in parts if not (path := path_of(folder, part, epoch)).is_file()]
-    if len(missing) == len(parts):
-        there = ", ".join(map(str, epochs(folder, parts)))
-        raise ValueError(f"no checkpoint of epoch {epoch} in {where}: there are {there or 'none at all'}")
-    if missing:
-        raise ValueError(f"the checkpoint of epoch {epoch} in {where} is incomplete: {', '.join(missing)} is missing")
-
-
-def resolve_epochs(folder: Path, asked: list[int | str]) -> list[int]:
-    """The epochs that ``asked`` stands for, numbers, "latest" and "all", of which ``folder`` has the model, in order.
-
-    Raises:
-        ValueError: it lacks one that is asked for.
-    """
-    there = epochs(folder, (MODEL,))
     found = set()
     for epoch in asked:
-        if epoch not in ("latest", "all"):
-            check_exists(folder, epoch, (MODEL,))
-            found.add(epoch)
-        elif there:
+        if epoch in ("latest", "all"):
+            there = epochs(folder, parts)
+            if not there:
+                raise ValueError(f"no checkpoint in {where}")
             found.update(there if epoch == "all" else there[-1:])
-        else:
-            raise ValueError(f"no checkpoint in {folder}")
+            continue
+        if not re.fullmatch(r"[1-9]\d{0,8}", epoch):
+            raise ValueError(f"{epoch!r} is not an epoch: give a number, 1 or above, or latest")
+        missing = [path.name for part in parts if not (path := path_of(folder, part, int(epoch))).is_file()]
+        if len(missing) == len(parts):
+            there = ", ".join(map(str, epochs(folder, parts)))
+            raise ValueError(f"no checkpoint of epoch {epoch} in {where}: there are {there or 'none at all'}")
+        if missing:
+            raise ValueError(f"the checkpoint of epoch {epoch} in {where} is incomplete: {missing[0]} is missing")
+        found.add(int(epoch))
     return sorted(found)
 
 
-def agree_on_latest(folder: Path) -> int:
-    """The newest epoch with a whole checkpoint, as the first process sees it; -1, and a line, where there is none."""
-    import torch.distributed as dist
+def resume_epoch(folder: Path, asked: str, last_epoch: int) -> int:
+    """The epoch to resume from, the same in all processes; 0 for a new run. Every process calls this.
 
-    found = [-1]
-    if dist.get_rank() == 0:
-        found = epochs(folder)[-1:] or [-1]
-        print(f"resuming from epoch {found[0]}" if found != [-1] else f"no checkpoint in {folder}: starting afresh")
-    dist.broadcast_object_list(found)
-    return found[0]
-
-
-def warn_of_later(folder: Path, epoch: int) -> None:
-    """Say so where ``folder`` has checkpoints beyond ``epoch``, with which a run begins: they are another run's."""
-    if later := [other for other in epochs(folder) if other > epoch]:
-        print(
-            f"warning: {folder} holds later epochs of another run: {', '.join(map(str, later))}; until this run has "
-            "replaced them, -r latest takes them for its own",
-            file=sys.stderr,
-        )
-
-
-def read(folder: Path, part: str, epoch: int) -> dict:
-    """Read a file of a checkpoint without running any code it may hold, and check that it fits this model.
-
-    Returns:
-        What is to be loaded of it, on the CPU.
+    Args:
+        asked: an epoch, "latest" (of the checkpoints that rank 0 sees), or "-1" for a new run.
+        last_epoch: the highest epoch that makes sense.
 
     Raises:
-        ValueError: it cannot be read or does not fit; the message names the file.
+        SystemExit: a process does not see the checkpoint, or its epoch is beyond ``last_epoch``.
     """
-    return _read_file(path_of(folder, part, epoch), part, epoch)
+    if asked == "-1":
+        return 0
+    if asked == "latest":
+        latest = [max(epochs(folder), default=0)]
+        if dist.get_rank() == 0:
+            print(f"resuming from epoch {latest[0]}" if latest[0] else f"no checkpoint in {folder}: starting a new run")
+        dist.broadcast_object_list(latest)
+        asked = str(latest[0])
+        if asked == "0":
+            return 0
+    with fail_together():
+        (epoch,) = resolve_epochs(folder, [asked], BOOSTER_PARTS)
+        if epoch > last_epoch:
+            raise ValueError(f"the checkpoint to resume from is of epoch {epoch}, beyond --epochs {last_epoch}")
+    return epoch
 
 
-def _read_file(path: Path, part: str, epoch: int) -> dict:
-    import torch
+# A file can hold anything: what is read is compared with the model and the optimizer at hand before it is used.
 
+
+def _check(found, like, name: str = "") -> None:
+    """Raise a ValueError unless ``found`` has the keys and shapes of ``like``, and finite numbers."""
+    if isinstance(like, dict):
+        for names, problem in ((like.keys() - found.keys(), "missing"), (found.keys() - like.keys(), "unexpected")):
+            if names:
+                shown = ", ".join(sorted(f"{name}{key}" for key in names)[:3])
+                raise ValueError(f"{problem}: {shown}{f' and {len(names) - 3} more' if len(names) > 3 else ''}")
+        for key in like:
+            _check(found[key], like[key], f"{name}{key}." if isinstance(like[key], dict) else f"{name}{key}")
+        return
+    found, like = torch.as_tensor(found), torch.as_tensor(like)
+    if found.shape != like.shape:
+        raise ValueError(f"{name} has shape {tuple(found.shape)}, not {tuple(like.shape)}")
+    if found.layout != torch.strided or found.is_meta or found.is_complex():
+        raise ValueError(f"{name} is not a plain tensor")
+    if found.is_floating_point() < like.is_floating_point() or not found.isfinite().all():
+        raise ValueError(f"{name} is not of finite {like.dtype} numbers")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[dict]:
+    """Yield the content of a file, and turn what its checks raise into a ValueError that names it."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -116,216 +124,152 @@ def _read_file(path: Path, part: str, epoch: int) -> dict:
     except Exception as error:  # what torch raises depends on where the file breaks
         raise ValueError(f"{path} is damaged, not a checkpoint, or would run code when loaded") from error
     try:
-        return {MODEL: _model, OPTIMIZER: _optimizer, LR_SCHEDULER: _lr_scheduler, STATE: _state}[part](content, epoch)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{path} does not fit this model, with HybridAdam, after epoch {epoch} ({error})") from error
+        yield content
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{path} does not fit ({error})") from error
 
 
-# Each of the following returns what is to be loaded of a file's content, whatever that may be. What is not as expected
-# raises one of the errors that read() catches.
+def read_model(folder: Path, epoch: int, model: nn.Module) -> dict[str, Tensor]:
+    """Read weights that fit ``model``, which is not wrapped by the Booster, to the CPU.
 
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise ValueError(what)
-
-
-def _blank_model():
-    """The model with names and shapes only."""
-    import torch
-
-    from resnet_cifar10.model import make_model
-
-    with torch.device("meta"):
-        return make_model()
-
-
-def _require_like(tensor, like, name: str) -> None:
-    """``tensor`` is a plain one of finite numbers, in the shape of ``like``; where that has fractions, so has it."""
-    import torch
-
-    plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    _require(plain and tensor.shape == like.shape, name)
-    _require(tensor.is_floating_point() >= like.is_floating_point() and not tensor.is_complex(), name)
-    _require(bool(tensor.isfinite().all()), name)
-
-
-def _model(content, epoch: int) -> dict:
-    blank = _blank_model().state_dict()
-    for name in sorted(blank.keys() | content.keys(), key=str):
-        _require(name in blank and name in content, name)
-        _require_like(content[name], blank[name], name)
-    return content
-
-
-def _optimizer(content, epoch: int) -> dict:
-    import torch
-
-    (group,) = content["param_groups"]
-    parameters = list(_blank_model().parameters())
-    _require(list(group["params"]) == list(range(len(parameters))), "params")
-    _require(content["state"].keys() == set(group["params"]), "state")
-    options = {name: float(group[name]) for name in ("lr", "initial_lr", "eps", "weight_decay")}
-    _require(all(0 <= number < 1e6 for number in options.values()), "param_groups")
-    betas = tuple(float(beta) for beta in group["betas"])
-    _require(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "betas")
-    state = {}
-    for number, parameter in enumerate(parameters):
-        values = content["state"][number]
-        _require(0 <= int(values["step"]) < 2**31, "step")
-        for moment in ("exp_avg", "exp_avg_sq"):
-            _require_like(values[moment], parameter, moment)
-        # Gemini wants its step counts as tensors; the others, who save plain numbers, take both
-        step = torch.tensor(int(values["step"]))
-        state[number] = {"step": step, "exp_avg": values["exp_avg"], "exp_avg_sq": values["exp_avg_sq"]}
-    group = {**options, "betas": betas, "bias_correction": bool(group["bias_correction"]), "params": group["params"]}
-    return {"state": state, "param_groups": [group]}
-
-
-def _lr_scheduler(content, epoch: int) -> dict:
-    _require(content["last_epoch"] == epoch, f"last_epoch is {content['last_epoch']}")
-    rates = {name: [float(rate) for rate in content[name]] for name in ("base_lrs", "_last_lr")}
-    _require(all(len(rate) == 1 and 0 <= rate[0] < 1e6 for rate in rates.values()), "_last_lr")
-    return {**rates, "last_epoch": epoch, "_step_count": int(content["_step_count"])}
-
-
-def _state(content, epoch: int) -> dict:
-    numbers = {name: float(content[name]) for name in ("loss_scale", "growth_step", "hysteresis_step")}
-    _require(content["epoch"] == epoch and all(0 <= number < 2**64 for number in numbers.values()), "loss_scale")
-    return numbers
-
-
-def _full_precision(model):
-    """A block in which Gemini gathers and spreads its fp32 weights as such, and does not round them on the way.
-
-    It would where it shards them: a model smaller than its smallest chunk, such as this one, it does not.
+    Raises:
+        ValueError: they cannot be read or do not fit; the message names the file.
     """
-    import torch
-    from colossalai.zero import GeminiDDP
+    with _reading(path_of(folder, MODEL, epoch)) as weights:
+        _check(weights, dict(model.state_dict()))
+        return weights
 
-    return patch.object(model, "mixed_precision", torch.float32) if isinstance(model, GeminiDDP) else nullcontext()
+
+def read_optimizer(folder: Path, epoch: int, model: nn.Module, optimizer) -> dict:
+    """Read a state that fits ``optimizer``, any of the Adam family with one group of all parameters of ``model``.
+
+    Returns:
+        What ``optimizer.load_state_dict`` takes: learning rate, betas and the like as saved, other options as they are.
+
+    Raises:
+        ValueError: it cannot be read or does not fit; the message names the file.
+    """
+    with _reading(path_of(folder, OPTIMIZER, epoch)) as content:
+        (saved,), (group,) = content["param_groups"], optimizer.param_groups
+        parameters = dict(enumerate(model.parameters()))
+        _check(saved["params"], list(parameters), "params")
+        like = {number: {"step": 0, "exp_avg": p, "exp_avg_sq": p} for number, p in parameters.items()}
+        _check(content["state"], like)
+        # torch.optim wants a float tensor, Gemini an integer tensor; HybridAdam takes both kinds of integers
+        dtype = torch.int64 if "bias_correction" in group else torch.float32
+        for values in content["state"].values():
+            values["step"] = torch.tensor(int(values["step"]), dtype=dtype)
+        like = {name: value for name, value in group.items() if isinstance(value, (float, tuple))}
+        options = {name: saved[name] for name in like}
+        _check(options, like)
+        return {"state": content["state"], "param_groups": [{**group, **options, "params": list(parameters)}]}
 
 
-def _zero_masters(model, optimizer) -> dict:
-    """ZeRO's fp32 weights by name: (the parameter of the model, this process's shard of them); of others none."""
-    from colossalai.zero import LowLevelZeroOptimizer
+def read_numbers(folder: Path, part: str, epoch: int) -> dict:
+    """Read the numbers of the learning rate scheduler or of the state.
 
-    if not isinstance(optimizer, LowLevelZeroOptimizer):
-        return {}
-    masters = optimizer.get_working_to_master_map()
-    return {name: (weight, masters[id(weight)]) for name, weight in model.unwrap().named_parameters()}
+    Raises:
+        ValueError: they cannot be read, are not there or of another epoch; the message names the file.
+    """
+    with _reading(path_of(folder, part, epoch)) as content:
+        numbers = {name: content[name] for name in NUMBERS[part]}
+        for name, number in numbers.items():
+            _check(number, [0] if isinstance(number, list) else 0, name)
+        of_epoch = next(iter(numbers.values()))
+        if of_epoch != epoch:
+            raise ValueError(f"it is of epoch {of_epoch}")
+        return numbers
+
+
+@contextmanager
+def _saving(path: Path) -> Iterator[None]:
+    """End all processes with one line if ``path`` cannot be saved."""
+    with fail_together():
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, where the disk is full
+            raise OSError(f"cannot save {path}: {error}") from error
 
 
 def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> None:
-    """Save what the Booster has boosted; all processes call it, for ZeRO and Gemini gather what they have scattered.
+    """Save what the Booster has boosted. Every process calls this: ZeRO and Gemini gather their shards.
 
-    The files get their names when all of them have been written, checked as :func:`read` does, and flushed to the disk.
-    If that fails, the run ends with one line. A process killed on the way leaves the epoch as it was, complete, or
-    without its state file.
+    The files get their names after all of them are on the disk. If saving fails, the run ends with one line. If the
+    process is killed, the epoch stays as it was, is complete, or lacks its state file.
     """
-    import torch
-    import torch.distributed as dist
-
-    from resnet_cifar10.internals import loss_scaling
+    from resnet_cifar10.internals import loss_scaling, zero_masters
 
     is_master = dist.get_rank() == 0
-    new = None
-    with fail_together():
-        if is_master:
-            for old in folder.glob(".new_*"):
-                if time.time() - old.stat().st_mtime > STALE_SECONDS:
-                    shutil.rmtree(old, ignore_errors=True)
-            new = Path(tempfile.mkdtemp(prefix=".new_", dir=folder))
-
-    def write(part: str, writer: Callable[[str], None]) -> None:
-        with fail_together():  # one by one, for there are collectives in them
-            try:
-                writer(str(new / part if is_master else part))  # others write nothing
-            except RuntimeError as error:  # so torch.save reports a folder that is gone or a disk that is full
-                if not is_master:
-                    raise
-                raise OSError(f"cannot save {path_of(folder, part, epoch)}: {error}") from error
-
-    def write_model(path: str) -> None:
-        masters = {}
-        for name, (weight, shard) in _zero_masters(model, optimizer).items():
-            gathered = shard.new_empty(shard.numel() * dist.get_world_size())
-            dist.all_gather_into_tensor(gathered, shard.flatten())
-            masters[name] = gathered[: weight.numel()].view_as(weight).cpu()
-        with _full_precision(model):
-            booster.save_model(model, path)
-        if is_master:
-            weights = {**torch.load(path, weights_only=True), **masters}
-            torch.save({name: x.float() if x.is_floating_point() else x for name, x in weights.items()}, path)
-
-    def write_state(path: str) -> None:
-        if is_master:
-            torch.save({"epoch": epoch, **loss_scaling(optimizer)}, path)
-
+    final = {part: path_of(folder, part, epoch) for part in PARTS}
+    new = {part: folder / ".new" / part for part in PARTS}
     try:
-        write(MODEL, write_model)
-        write(OPTIMIZER, lambda path: booster.save_optimizer(optimizer, path))
-        write(LR_SCHEDULER, lambda path: booster.save_lr_scheduler(lr_scheduler, path))
-        write(STATE, write_state)
         with fail_together():
             if is_master:
-                _check_loadable(new, epoch)
-                _put_in_place(new, folder, epoch)
+                shutil.rmtree(folder / ".new", ignore_errors=True)  # from a killed run
+                (folder / ".new").mkdir()
+        with _saving(final[MODEL]):
+            masters = {}
+            for name, (weight, shard) in zero_masters(model, optimizer).items():
+                gathered = shard.new_empty(shard.numel() * dist.get_world_size())
+                dist.all_gather_into_tensor(gathered, shard.flatten())
+                masters[name] = gathered[: weight.numel()].view_as(weight).cpu()
+            booster.save_model(model, str(new[MODEL]))
+            if is_master:
+                weights = {**torch.load(new[MODEL], weights_only=True), **masters}
+                torch.save({name: x.float() if x.is_floating_point() else x for name, x in weights.items()}, new[MODEL])
+        with _saving(final[OPTIMIZER]):
+            booster.save_optimizer(optimizer, str(new[OPTIMIZER]))
+        with _saving(final[LR_SCHEDULER]):
+            booster.save_lr_scheduler(lr_scheduler, str(new[LR_SCHEDULER]))
+        with _saving(final[STATE]):
+            if is_master:
+                torch.save({"epoch": epoch, **loss_scaling(optimizer)}, new[STATE])
+        with fail_together():
+            if is_master:
+                _rename(new, final)
     finally:
-        if new is not None:
-            shutil.rmtree(new, ignore_errors=True)
+        if is_master:
+            shutil.rmtree(folder / ".new", ignore_errors=True)
 
 
-def _check_loadable(new: Path, epoch: int) -> None:
-    """A model or an optimizer that was changed in one place only is found out now, and not when it is to be resumed."""
-    for part in PARTS:
-        try:
-            _read_file(new / part, part, epoch)
-        except ValueError as error:
-            raise ValueError(f"nothing is saved, for it could not be loaded again: {error}") from error
-
-
-def _put_in_place(new: Path, folder: Path, epoch: int) -> None:
-    """Give the files in ``new`` their names, so that no old file is ever taken for one of theirs."""
-    final = {part: path_of(folder, part, epoch) for part in PARTS}
+def _rename(new: dict[str, Path], final: dict[str, Path]) -> None:
     for path in final.values():
         if path.is_dir():
             raise OSError(f"cannot save {path}: a folder is in the way")
     for part in PARTS:
-        flush(new / part)
-    for part in reversed(PARTS):
+        flush(new[part])
+    for part in reversed(PARTS):  # no old file may be taken for one of these
         final[part].unlink(missing_ok=True)
-    for part in PARTS:  # the state last: with it, all are there
-        (new / part).replace(final[part])
-    flush(folder)
+    for part in PARTS:  # the state last: a checkpoint that has it is complete
+        new[part].replace(final[part])
+    flush(final[STATE].parent)
 
 
 def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> None:
-    """Load a checkpoint, by whichever plugin and number of processes, into what the Booster has boosted.
+    """Load a checkpoint of any plugin and number of processes into what the Booster has boosted.
 
-    All processes call it. All files are checked before anything is changed; if one does not pass, the run ends with one
+    Every process calls this. Every file is checked before anything changes. If one does not fit, the run ends with one
     line.
     """
-    import torch.distributed as dist
-    from torch.nn.functional import pad
+    from resnet_cifar10.internals import set_loss_scaling, zero_masters
 
-    from resnet_cifar10.internals import set_loss_scaling
-
+    state_path = path_of(folder, STATE, epoch)
     with fail_together():
-        check_exists(folder, epoch)
-        weights, optimizer_state, lr_scheduler_state = (read(folder, part, epoch) for part in BOOSTER_PARTS)
-        state = read(folder, STATE, epoch) if path_of(folder, STATE, epoch).exists() else None
+        weights = read_model(folder, epoch, model.unwrap())
+        optimizer_state = read_optimizer(folder, epoch, model.unwrap(), optimizer)
+        lr_scheduler_state = read_numbers(folder, LR_SCHEDULER, epoch)
+        if state_path.exists():
+            state = read_numbers(folder, STATE, epoch)
 
-    # ColossalAI reads the file once more, by itself
-    with patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"), _full_precision(model):
+    with patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):  # ColossalAI reads the file again
         booster.load_model(model, str(path_of(folder, MODEL, epoch)))
-    for name, (weight, shard) in _zero_masters(model, optimizer).items():
+    for name, (weight, shard) in zero_masters(model, optimizer).items():
         padded = pad(weights[name].flatten(), (0, shard.numel() * dist.get_world_size() - weight.numel()))
         shard.copy_(padded.chunk(dist.get_world_size())[dist.get_rank()].view_as(shard))
-    # As booster.load_optimizer and booster.load_lr_scheduler do, but with what has been checked
+    # booster.load_optimizer and load_lr_scheduler would read their files again, without the checks
     optimizer.load_state_dict(optimizer_state)
     lr_scheduler.load_state_dict(lr_scheduler_state)
-    if state is not None:
+    if state_path.exists():
         set_loss_scaling(optimizer, state)
     elif dist.get_rank() == 0:
-        print(f"{path_of(folder, STATE, epoch)} is missing: a loss scale, where the plugin has one, starts afresh")
+        print(f"{state_path} is missing: a loss scale, if the plugin has one, starts from its initial value")

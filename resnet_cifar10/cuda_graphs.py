@@ -1,50 +1,56 @@
-"""A step, but for the optimizer's part, as one CUDA graph: one launch where Python makes hundreds."""
+"""One CUDA graph for the forward and backward passes of a step: one launch instead of hundreds."""
 
 import atexit
 from collections.abc import Callable
 
+from resnet_cifar10 import internals
+from resnet_cifar10.runtime import fail
+
 import torch
 from torch import Tensor
 
-from resnet_cifar10 import internals
-from resnet_cifar10.failure import fail
-
-WARMUP_STEPS = 11  # what PyTorch's notes on graphs ask for under DDP
+WARMUP_STEPS = 11  # PyTorch's notes on CUDA graphs ask for these under DDP
 _graphs = []
 
 
 def use_side_stream() -> None:
-    """Leave the default stream, where nothing can be captured, before DDP and autograd are set up on it."""
-    torch.cuda.set_stream(torch.cuda.Stream())
+    """Leave the default stream, which cannot be captured, on a GPU. Call it before DDP and autograd are set up."""
+    if torch.cuda.is_available():
+        torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def capture(step: Callable[[Tensor], Tensor], index: Tensor, model, optimizer) -> Callable[[Tensor], Tensor]:
-    """Capture ``step``, a forward and backward pass of what the Booster has boosted.
+def capture(step: Callable[[Tensor], Tensor], batch_size: int, model, optimizer) -> Callable[[Tensor], Tensor]:
+    """Capture ``step``, a forward and backward pass of a model that the Booster has wrapped.
 
-    All processes call it. Weights, statistics, optimizer and random state stay as they are. A process that cannot
-    capture ends the run with one line. Each replay does what the kernels did in the capture, with other numbers, and
-    writes the gradients anew: what Python decides in ``step`` is decided once, and nothing accumulates.
+    Every process calls this. Weights, statistics, the optimizer and random state do not change. A process that cannot
+    capture ends the run with one line.
+
+    A replay runs the captured kernels with other numbers. Python code in ``step`` does not run again, and gradients do
+    not accumulate.
 
     Args:
-        step: computes the loss of a batch, calls ``booster.backward``, returns the loss.
-        index: an argument for ``step``, on the GPU; those of the replays have its shape.
-        model: in training mode; its parameters stay where they are.
-        optimizer: its ``step()`` and ``zero_grad()`` follow each replay as they would the eager step.
+        step: computes the loss of a batch, calls ``booster.backward`` and returns the loss. Its argument has the
+            indices of the images, int64 of shape (B,).
+        batch_size: B, in each step.
+        model: left in training mode; its parameters must stay where they are.
+        optimizer: its ``step()`` and ``zero_grad()`` follow each replay, as they would follow ``step``.
 
     Returns:
-        A function to call in place of ``step``. The loss it returns is overwritten by its next call.
+        A function to call instead of ``step``. Its next call overwrites the loss that it returns.
     """
+    model.train()
     network = model.unwrap()
     statistics = [(buffer, buffer.clone()) for buffer in network.buffers()]
-    static_index, graph = index.clone(), torch.cuda.CUDAGraph()
+    static_index = torch.arange(batch_size, device="cuda")
+    graph = torch.cuda.CUDAGraph()
     try:
         prepare = internals.make_capturable(optimizer)
-        with torch.random.fork_rng(devices=[index.device]):
+        with torch.random.fork_rng(devices=[static_index.device]):
             for _ in range(WARMUP_STEPS):
                 prepare()
                 step(static_index)
                 internals.discard_gradients(optimizer)
-            # thread_local, for NCCL's watchdog asks for the state of earlier collectives meanwhile
+            # thread_local: NCCL's watchdog thread queries earlier collectives during the capture
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
                 loss = step(static_index)
     except (RuntimeError, ValueError) as error:
@@ -62,7 +68,7 @@ def capture(step: Callable[[Tensor], Tensor], index: Tensor, model, optimizer) -
         static_index.copy_(index, non_blocking=True)
         prepare()
         graph.replay()
-        for parameter, grad in grads:  # zero_grad() has taken them away
+        for parameter, grad in grads:  # zero_grad() has removed them
             parameter.grad = grad
         return loss
 
@@ -70,6 +76,6 @@ def capture(step: Callable[[Tensor], Tensor], index: Tensor, model, optimizer) -
 
 
 def reset() -> None:
-    """Free all captured graphs: a process group never ends while one with its collectives lives (pytorch#115388)."""
+    """Free all graphs. A process group with collectives in a graph can never be destroyed (pytorch#115388)."""
     while _graphs:
         _graphs.pop().reset()

@@ -1,9 +1,11 @@
-"""CIFAR-10 as tensors that live on the training device, and batches cut from them there."""
+"""CIFAR-10 as tensors on the training device, and batches made from them on that device."""
 
 import os
 from pathlib import Path
 from random import Random
 from urllib.error import URLError
+
+from resnet_cifar10.runtime import fail_together
 
 import numpy as np
 import torch
@@ -22,13 +24,28 @@ SIZE = 32
 PADDING = 4
 
 
-def download_if_absent(root: Path) -> None:
-    """Fetch CIFAR-10 into ``root`` unless that holds it, or an image folder, already.
+def load(root: Path | None, device: torch.device) -> list[Split]:
+    """Load the training and the test split to ``device``. Download CIFAR-10 if needed.
+
+    Every process calls this; for ``root`` see :func:`load_split`.
 
     Raises:
-        ValueError: it can be neither found nor downloaded.
+        SystemExit: in every process; they cannot be read or downloaded.
     """
-    if (root / "train").exists():
+    with fail_together():
+        if os.environ["LOCAL_RANK"] == "0":
+            download_if_absent(root)
+    with fail_together():
+        return [tuple(tensor.to(device) for tensor in load_split(root, split)) for split in ("train", "test")]
+
+
+def download_if_absent(root: Path | None) -> None:
+    """Download CIFAR-10 to ``root``, unless that has it or an image folder, or is None.
+
+    Raises:
+        ValueError: it is not there and cannot be downloaded.
+    """
+    if root is None or (root / "train").exists():
         return
     try:
         CIFAR10(root)
@@ -42,14 +59,16 @@ def download_if_absent(root: Path) -> None:
             ) from error
 
 
-def load_split(root: Path, split: str) -> Split:
-    """Read the ``split`` ("train" or "test") of the data set in ``root``.
+def load_split(root: Path | None, split: str) -> Split:
+    """Read a split ("train" or "test") of the data set in ``root``.
 
-    That is an image folder where ``root/train`` exists, else torchvision's CIFAR-10, checked by its MD5 sums.
+    If ``root/train`` exists, that is an image folder, else torchvision's CIFAR-10. None stands for generated images.
 
     Raises:
-        ValueError: it is not there or not as expected; the message names the folder or file.
+        ValueError: it is missing, damaged or of another shape; the message names the folder or file.
     """
+    if root is None:
+        return generate_split(split)
     if (root / "train").exists():
         return _load_image_folder(root, split)
     try:
@@ -84,8 +103,10 @@ def _load_image_folder(root: Path, split: str) -> Split:
     return _channels_first(np.stack(images)), torch.tensor(folder.targets)
 
 
-def class_names(root: Path) -> list[str]:
-    """The names of the classes of the data set in ``root``, which :func:`load_split` has read, in the labels' order."""
+def class_names(root: Path | None) -> list[str]:
+    """The names of the classes of the data set that :func:`load_split` reads, in the order of the labels."""
+    if root is None:
+        return [str(label) for label in range(CLASSES)]
     if (root / "train").exists():
         names, _ = find_classes(str(root / "test"))
         return [os.fsencode(name).decode(errors="replace") for name in names]
@@ -97,9 +118,9 @@ def _channels_first(images: np.ndarray) -> Tensor:
 
 
 def generate_split(split: str, seed: int = 0) -> Split:
-    """Make up a split ("train": 10,000 images, "test": 2,000) of ten classes, the same for the same ``seed``.
+    """Generate a split of ten classes ("train": 10,000 images, "test": 2,000) from ``seed``.
 
-    A class is a pattern of 4x4 coloured tiles; an image is its class's pattern, faint under much noise.
+    A class is a pattern of 4x4 coloured tiles. An image is the pattern of its class and noise.
     """
     patterns = torch.randn(CLASSES, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
     patterns = F.interpolate(patterns, size=(SIZE, SIZE), mode="nearest")
@@ -110,21 +131,21 @@ def generate_split(split: str, seed: int = 0) -> Split:
 
 
 def to_float(images: Tensor) -> Tensor:
-    """uint8 pixels to float32 in [0, 1], as torchvision's ``ToTensor`` does."""
+    """Convert uint8 pixels to float32 in [0, 1], like torchvision's ``ToTensor``."""
     return images.to(torch.float32).div(255)
 
 
 def flip_and_crop(padded: Tensor, index: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
-    """Gather images and augment each by its own draw.
+    """Gather images, and flip and crop each one.
 
-    Equal to the last bit to torchvision's ``Pad(4)``, ``RandomHorizontalFlip``, ``RandomCrop(32)``, ``ToTensor`` for
-    the same flips and offsets.
+    For the same flips and offsets, every bit is that of torchvision's ``Pad(4)``, ``RandomHorizontalFlip``,
+    ``RandomCrop(32)`` and ``ToTensor``.
 
     Args:
         padded: all images with their padding, uint8 of shape (N, 3, 40, 40).
-        index: which images, int64 of shape (B,).
-        top, left: offsets of the crop in the padded, perhaps flipped, image, int64 of shape (B,), from 0 to 8.
-        flip: which images to flip, bool of shape (B,).
+        index: the images to gather, int64 of shape (B,).
+        top, left: offsets of the crop in the padded image, after the flip; int64 of shape (B,), from 0 to 8.
+        flip: the images to flip, bool of shape (B,).
 
     Returns:
         float32 of shape (B, 3, 32, 32), in [0, 1].
@@ -142,22 +163,22 @@ def flip_and_crop(padded: Tensor, index: Tensor, top: Tensor, left: Tensor, flip
 
 
 class TrainingSet(Dataset):
-    """Training images on a device. Its loader gives the indices of a batch, and :meth:`batch` gathers and augments it.
+    """Training images on a device. Its loader yields the indices of a batch, and :meth:`batch` makes the batch.
 
-    Each epoch draws a flip and a crop for every image from ``seed`` and the epoch alone, so that any epoch can be
-    repeated, by any number of processes. :meth:`set_epoch` must be called before the first batch of each.
+    Each epoch has a flip and a crop for every image, which depend on ``seed`` and the epoch only. Any number of
+    processes can so repeat any epoch. Call :meth:`set_epoch` before the first batch of each epoch.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor, seed: int, device: torch.device) -> None:
-        self.padded = F.pad(images, (PADDING,) * 4).to(device)
-        self.labels = labels.to(device)
+    def __init__(self, images: Tensor, labels: Tensor, seed: int) -> None:
+        self.padded = F.pad(images, (PADDING,) * 4)
+        self.labels = labels
         self.seed = seed
-        # Their addresses stay the same, for graphs to read
-        self.offsets = torch.zeros(2, len(labels), dtype=torch.int64, device=device)
-        self.flip = torch.zeros(len(labels), dtype=torch.bool, device=device)
+        # CUDA graphs read these at fixed addresses
+        self.offsets = torch.zeros(2, len(labels), dtype=torch.int64, device=labels.device)
+        self.flip = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw this epoch's flips and crops."""
+        """Draw the flips and crops of an epoch."""
         generator = torch.Generator().manual_seed(Random(f"{self.seed} {epoch}").getrandbits(63))
         self.offsets.copy_(torch.randint(0, 2 * PADDING + 1, self.offsets.shape, generator=generator))
         self.flip.copy_(torch.rand(len(self), generator=generator) < 0.5)
@@ -166,11 +187,11 @@ class TrainingSet(Dataset):
         return len(self.labels)
 
     def __getitems__(self, indices: list[int]) -> Tensor:
-        """The indices as int64 of shape (B,), in memory from which a copy to a GPU need not be waited for."""
+        """The indices as int64 of shape (B,), in pinned memory if the images are on a GPU."""
         return torch.tensor(indices, pin_memory=self.labels.is_cuda)
 
     def batch(self, index: Tensor) -> Split:
-        """The augmented images, float32 of shape (B, 3, 32, 32) in [0, 1], and their labels, int64 of shape (B,)."""
+        """Augmented images, float32 of shape (B, 3, 32, 32) in [0, 1], and labels, int64 of shape (B,)."""
         index = index.to(self.labels.device, non_blocking=True)
         top, left = self.offsets[:, index]
         return flip_and_crop(self.padded, index, top, left, self.flip[index]), self.labels[index]

@@ -1,4 +1,6 @@
-"""One model, one number: an accuracy that does not depend on how many processes measure it."""
+"""Accuracy that does not depend on the number of processes."""
+
+from resnet_cifar10.data import CLASSES, to_float
 
 import torch
 import torch.distributed as dist
@@ -6,17 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from resnet_cifar10.data import CLASSES, to_float
-
 BATCH_SIZE = 500
-"""The most images in a batch; a smaller set is one batch."""
+"""Images in a batch, at most."""
 
 
 @torch.no_grad()
 def average_batch_norm_statistics(model: nn.Module) -> None:
     """Replace the running means and variances of every BatchNorm by their averages over all processes.
 
-    Where BatchNorm is not synchronised, each process gathers its own; one model, to save or to evaluate, needs one set.
+    Without SyncBatchNorm, each process has its own. To save or evaluate one model, all must have the same.
     """
     statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     flat = parameters_to_vector(buffer.float() for buffer in statistics)
@@ -28,30 +28,29 @@ def average_batch_norm_statistics(model: nn.Module) -> None:
 
 @torch.no_grad()
 def confusion_matrix(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Count, class by class, what ``model`` predicts.
+    """Count the predictions of ``model`` for each class. Each image counts once.
 
-    Each image counts once. With a process group, the processes take turns at the batches, all of them must call this
-    with the same images, and all get the same numbers. Rows of padding, labelled -1, make all batches equally large and
-    give each process as many: DDP and Gemini communicate in forward, and an image's logits can depend on the shape of
-    its batch.
+    If there is a process group, every process must call this with the same images. They share the batches, and all
+    return the same numbers. Padding, with the label -1, gives every process the same number of batches of one size: DDP
+    and Gemini communicate in forward, and the logits of an image can depend on the size of its batch.
 
     Args:
-        model: gives logits of shape (B, 10) for float32 images of shape (B, 3, 32, 32) in [0, 1]; left in evaluation
-            mode.
-        images: uint8 of shape (N, 3, 32, 32), on the model's device.
-        labels: int64 of shape (N,), there too.
+        model: takes float32 images of shape (B, 3, 32, 32) in [0, 1] and returns logits of shape (B, 10). It is left in
+            evaluation mode.
+        images: uint8 of shape (N, 3, 32, 32), on the device of the model.
+        labels: int64 of shape (N,), on the same device.
 
     Returns:
-        int64 of shape (10, 10), on the CPU: how many images of each class (row) were predicted as each class (column).
+        int64 of shape (10, 10), on the CPU: the number of images of each class (row) by predicted class (column).
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    batch_size = min(BATCH_SIZE, len(labels))  # whatever the number of processes
+    batch_size = min(BATCH_SIZE, len(labels))
     padding = -len(labels) % (batch_size * world_size)
     batches = F.pad(images, (0, 0, 0, 0, 0, 0, 0, padding)).split(batch_size)[rank::world_size]
     targets = F.pad(labels, (0, padding), value=-1).split(batch_size)[rank::world_size]
 
     model.eval()
-    counts = torch.zeros(CLASSES + 1, CLASSES, dtype=torch.int64, device=labels.device)  # the last row for the padding
+    counts = torch.zeros(CLASSES + 1, CLASSES, dtype=torch.int64, device=labels.device)  # last row: padding
     for batch, target in zip(batches, targets):
         predictions = model(to_float(batch)).argmax(dim=1)
         counts.index_put_((target, predictions), torch.ones_like(target), accumulate=True)
@@ -61,7 +60,7 @@ def confusion_matrix(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor
 
 
 def accuracy_of(confusion: Tensor) -> float:
-    """The share of images, in [0, 1], that a :func:`confusion_matrix` counts in their own class."""
+    """The accuracy, in [0, 1], from a :func:`confusion_matrix`."""
     return confusion.trace().item() / confusion.sum().item()
 
 
@@ -71,5 +70,5 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def accuracy_line(accuracy: float) -> str:
-    """How both scripts print an accuracy in [0, 1]."""
+    """The line that both scripts print for an accuracy in [0, 1]."""
     return f"Accuracy of the model on the test images: {100 * accuracy:.2f} %"

@@ -1,4 +1,4 @@
-"""The private parts of ColossalAI 0.5.0 that are used or replaced here, and why. None changes a result."""
+"""Uses and replaces private parts of ColossalAI 0.5.0. The results stay the same."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from colossalai.zero import GeminiOptimizer, LowLevelZeroOptimizer
 
-FUSED_OPTIONS = dict(  # of ZeRO's optimizer; with others it does more than what is fused here
+FUSED_OPTIONS = dict(  # the options of ZeRO's optimizer that _fuse_step supports
     _master_weights=True,
     _cpu_offload=False,
     _partition_grads=False,
@@ -20,7 +20,7 @@ FUSED_OPTIONS = dict(  # of ZeRO's optimizer; with others it does more than what
 
 
 def _mixed_precision(optimizer):
-    """What ZeRO's and Gemini's optimizers know of fp16 or bf16, under two names; of others None."""
+    """The object of ZeRO's or Gemini's optimizer that handles fp16 or bf16; None for other optimizers."""
     return getattr(optimizer, "mixed_precision_mixin", None) or getattr(optimizer, "mix_precision_mixin", None)
 
 
@@ -29,9 +29,9 @@ def _grad_scaler(optimizer):
 
 
 def loss_scaling(optimizer) -> dict:
-    """The loss scale and the steps towards its next change; all 0 where the loss is not scaled."""
+    """The loss scale and the steps until its next change; all 0 if the loss is not scaled."""
     scaler = getattr(optimizer, "scaler", None)
-    if scaler is not None:  # torch's
+    if scaler is not None:  # PyTorch's
         numbers = scaler.state_dict()
         return {"loss_scale": numbers["scale"], "growth_step": numbers["_growth_tracker"], "hysteresis_step": 0}
     scaler = _grad_scaler(optimizer)
@@ -42,7 +42,7 @@ def loss_scaling(optimizer) -> dict:
 
 
 def set_loss_scaling(optimizer, state: dict) -> None:
-    """Go on with what :func:`loss_scaling` has returned, unless that run had no loss scale, or this one has none."""
+    """Continue with a result of :func:`loss_scaling`, if both runs have a loss scale."""
     if not state["loss_scale"]:
         return
     steps, scaler = int(state["growth_step"]), getattr(optimizer, "scaler", None)
@@ -53,26 +53,34 @@ def set_loss_scaling(optimizer, state: dict) -> None:
         scaler._growth_step, scaler._hysteresis_step = steps, int(state["hysteresis_step"])
 
 
-def make_capturable(optimizer) -> Callable[[], None]:
-    """Change a boosted ``optimizer`` so that a CUDA graph can hold the forward and backward passes before its step.
+def zero_masters(model, optimizer) -> dict:
+    """The fp32 weights of ZeRO by name: (the parameter of the model, this process's shard); {} for other plugins."""
+    if not isinstance(optimizer, LowLevelZeroOptimizer):
+        return {}
+    masters = optimizer.get_working_to_master_map()
+    return {name: (weight, masters[id(weight)]) for name, weight in model.unwrap().named_parameters()}
 
-    - The loss scale: ColossalAI multiplies the loss by ``scale.item()``, a constant for a graph. Here the graph reads a
-      number on the GPU, and the scale itself is updated and read on the CPU, without a wait. PyTorch's GradScaler needs
-      nothing of the kind.
+
+def make_capturable(optimizer) -> Callable[[], None]:
+    """Change a boosted ``optimizer`` so that a CUDA graph can contain the backward pass.
+
+    - Loss scale: ColossalAI multiplies the loss by ``scale.item()``, which would be a constant in a graph. Instead, the
+      graph reads a number on the GPU, and the scale is updated on the CPU.
     - ZeRO: see :func:`_fuse_step`.
-    - Gemini: with its weights gathered, all processes have the same gradients, and need not ask each other, and the GPU
-      twice, whether one has overflowed.
+    - Gemini: each process checks for an overflow alone. All have the same gradients, because no weights are sharded.
+
+    PyTorch's GradScaler needs no change.
 
     Returns:
-        A function to call before each backward pass, replayed or not, that brings the loss scale to the GPU.
+        A function to call before each backward pass or replay. It copies the loss scale to the GPU.
 
     Raises:
-        ValueError: a graph cannot hold them.
+        ValueError: a graph cannot contain this optimizer's backward pass.
     """
     mixin, scaler = _mixed_precision(optimizer), _grad_scaler(optimizer)
     if isinstance(optimizer, GeminiOptimizer):
         if not all(chunk.keep_gathered for chunk in optimizer.chunk16_set):
-            raise ValueError("Gemini moves the weights of a model of this size")
+            raise ValueError("Gemini shards a model of this size")
         if scaler is not None:
             mixin.check_overflow = mixin.check_local_overflow
     if isinstance(optimizer, LowLevelZeroOptimizer):
@@ -92,9 +100,9 @@ def make_capturable(optimizer) -> Callable[[], None]:
 
 
 def discard_gradients(optimizer) -> None:
-    """Do after a backward pass what ``optimizer.step()`` does after an overflow, and leave the loss scale alone.
+    """Do what ``optimizer.step()`` does after an overflow, but keep the loss scale.
 
-    Gemini's gradients lie where its weights were: ``zero_grad()`` alone would leave them there.
+    Gemini stores gradients where its weights were, so ``zero_grad()`` is not enough.
     """
     is_gemini, mixin = isinstance(optimizer, GeminiOptimizer), _mixed_precision(optimizer)
     if is_gemini:
@@ -107,19 +115,17 @@ def discard_gradients(optimizer) -> None:
 
 
 def _fuse_step(optimizer: LowLevelZeroOptimizer) -> None:
-    """Make ZeRO of stage 1 handle all parameters at once instead of one by one.
+    """Replace ZeRO's step, for stage 1, by one with few kernel launches.
 
-    As it comes, it cuts, pads, casts and copies each gradient and each weight by itself, asks the GPU for each gradient
-    whether it overflowed, and keeps books of gradients that a replay would not write: some 400 small operations and 70
-    waits a step. Here gradients and weights pass through buffers that hold them all, and it waits once, in fp16 alone,
-    to learn of an overflow. Every parameter must get a gradient in every step, and every step follow a backward pass of
-    its own.
+    ColossalAI cuts, pads, casts and copies gradients and weights one by one, and waits for the GPU for each gradient.
+    Here, all of them share one buffer, and only fp16 waits, once, for the overflow check. Every step needs one backward
+    pass, with a gradient for every parameter.
 
     Raises:
         ValueError: the optimizer has other options than :data:`FUSED_OPTIONS`.
     """
     if odd := [name for name, value in FUSED_OPTIONS.items() if getattr(optimizer, name) != value]:
-        raise ValueError(f"LowLevelZeroPlugin has options that its fused step does not know: {', '.join(odd)}")
+        raise ValueError(f"the fused ZeRO step does not support the options {', '.join(odd)}")
     (group,) = optimizer.pg_to_param_list
     working, masters = optimizer._working_param_groups[0], optimizer._master_param_groups_of_current_rank[0]
     padded = [optimizer._working_param_to_padded_working_param[weight] for weight in working]
@@ -128,26 +134,26 @@ def _fuse_step(optimizer: LowLevelZeroOptimizer) -> None:
     sizes = [weight.numel() for weight in padded]
     shard_sizes = [master.numel() for master in masters]
 
-    # Gradients, parameter by parameter, each with its padding; this process's shards of them, in fp32
+    # Gradients: a padded part per parameter; in fp32, the shards of this process
     grads = torch.empty(sum(sizes), dtype=optimizer.dtype, device=masters[0].device)
     grad_views = [part[: weight.numel()].view_as(weight) for part, weight in zip(grads.split(sizes), working)]
     shards = [part.chunk(world_size)[rank] for part in grads.split(sizes)]
     master_grads, is_finite = torch.empty(sum(shard_sizes), device=grads.device), grads.new_empty((), dtype=torch.bool)
     master_grad_views = master_grads.split(shard_sizes)
 
-    # Weights, one process's shards after the other's, in the memory of the gradients, which are no longer needed then
+    # Weights, in the memory of the gradients: the shards of rank 0, of rank 1, ...
     gathered = grads.chunk(world_size)
     gathered_shards = [shard for part in gathered for shard in part.split(shard_sizes)]
     working_shards = [weight.chunk(world_size)[number] for number in range(world_size) for weight in padded]
 
     def reduce_grad(partition_grad: bool) -> None:
         if any(weight.grad is None for weight in working):
-            raise ValueError("LowLevelZeroPlugin: a parameter has no gradient")
-        grads.zero_()  # for the padding
+            raise ValueError("a parameter has no gradient, which the fused ZeRO step does not support")
+        grads.zero_()  # padding
         torch._foreach_copy_(grad_views, [weight.grad for weight in working])
         grads.div_(world_size)
         dist.all_reduce(grads, group=group)
-        is_finite.copy_(grads.isfinite().all())  # reduced, they are the same in all processes
+        is_finite.copy_(grads.isfinite().all())  # the same in all processes
         torch._foreach_copy_(master_grad_views, shards)
 
     @torch.no_grad()

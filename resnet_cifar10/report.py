@@ -1,26 +1,25 @@
-"""What confusion matrices tell, in tables and a picture.
+"""Tables and a plot of confusion matrices.
 
-Throughout, ``confusions`` are those of :func:`resnet_cifar10.evaluation.confusion_matrix` by epoch: int64 of shape
-(10, 10), rows for the classes, columns for the predictions.
+``confusions`` has a matrix of :func:`resnet_cifar10.evaluation.confusion_matrix` for each epoch.
 """
 
 from pathlib import Path
 
-from torch import Tensor
-
 from resnet_cifar10.evaluation import accuracy_of
-from resnet_cifar10.files import replacement
+from resnet_cifar10.runtime import replacement
+
+from torch import Tensor
 
 CONFUSED_PAIRS = 5
 
 
 def best_epoch(confusions: dict[int, Tensor]) -> int:
-    """The epoch with the highest accuracy; of several, the first."""
+    """The first epoch with the highest accuracy."""
     return max(confusions, key=lambda epoch: (accuracy_of(confusions[epoch]), -epoch))
 
 
 def accuracy_table(confusions: dict[int, Tensor]) -> str:
-    """A line for each epoch; the best is marked."""
+    """One line per epoch, with a mark at the best."""
     best = best_epoch(confusions)
     rows = [
         f"{epoch:5}  {100 * accuracy_of(confusion):6.2f} %{'  best' if epoch == best else ''}"
@@ -30,7 +29,7 @@ def accuracy_table(confusions: dict[int, Tensor]) -> str:
 
 
 def class_table(confusion: Tensor, names: list[str]) -> str:
-    """A line for each class, and one for each of the most confused pairs of classes."""
+    """One line per class, and one for each of the most confused pairs of classes."""
     width = max(map(len, ["class", *names]))
     lines = [f"{'class':{width}}  accuracy  images"]
     for name, row, right in zip(names, confusion, confusion.diagonal().tolist()):
@@ -45,10 +44,10 @@ def class_table(confusion: Tensor, names: list[str]) -> str:
 
 
 def plot(path: Path, confusions: dict[int, Tensor], names: list[str]) -> None:
-    """Draw the confusion matrix of the best epoch and, of several epochs, the accuracies, into a PNG file.
+    """Write a PNG file with the confusion matrix of the best epoch and, for several epochs, their accuracies.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
     from matplotlib.figure import Figure
@@ -60,7 +59,7 @@ def plot(path: Path, confusions: dict[int, Tensor], names: list[str]) -> None:
     figure = Figure(figsize=(11 if several else 6, 5), layout="constrained")
     axes = figure.subplots(1, 2 if several else 1, squeeze=False)[0]
 
-    names = [name.replace("$", r"\$") for name in names]  # which would begin a formula
+    names = [name.replace("$", r"\$") for name in names]  # $ would start a formula
     shares = confusion / confusion.sum(dim=1, keepdim=True)
     axes[0].imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes[0].set_xticks(range(len(names)), names, rotation=45, ha="right")

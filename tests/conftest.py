@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -11,14 +12,14 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
+from resnet_cifar10.checkpoint import PARTS, read_model, read_numbers, read_optimizer
+
 import fork_server
 import psutil
 import pytest
 import torch
 from PIL import Image
-
-from resnet_cifar10.checkpoint import PARTS
-from resnet_cifar10.startup import free_port
+from torchvision.models import resnet18
 
 ROOT = Path(__file__).parent.parent
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
@@ -34,6 +35,12 @@ fork_server.context.set_forkserver_preload(  # what the scripts import, and what
     + ["PIL.Image", "colossalai", "colossalai.booster.plugin", "colossalai.cluster", "colossalai.nn.optimizer"]
 )
 forkserver.ensure_running()  # while this one imports
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return unused.getsockname()[1]
 
 
 class Run:
@@ -153,6 +160,17 @@ def images(tmp_path_factory) -> Path:
 
 def weights(folder: Path, epoch: int) -> dict:
     return torch.load(folder / f"model_{epoch}.pth", weights_only=True)
+
+
+def read(folder: Path, part: str, epoch: int) -> dict:
+    """A part of a checkpoint, with the checks that train.py makes before it loads one."""
+    with torch.device("meta"):
+        model = resnet18(num_classes=10)
+    if part == "model":
+        return read_model(folder, epoch, model)
+    if part == "optimizer":
+        return read_optimizer(folder, epoch, model, torch.optim.Adam(model.parameters()))
+    return read_numbers(folder, part, epoch)
 
 
 @pytest.fixture(scope="session")

@@ -5,15 +5,14 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
+from resnet_cifar10.data import TrainingSet, generate_split
+from resnet_cifar10.evaluation import average_batch_norm_statistics, evaluate
+from resnet_cifar10.runtime import fail_together, prepare_launch, shut_down
+
 import pytest
 import torch
 import torch.distributed as dist
-
-from resnet_cifar10.data import TrainingSet, generate_split
-from resnet_cifar10.evaluation import average_batch_norm_statistics, evaluate
-from resnet_cifar10.failure import fail_together
-from resnet_cifar10.model import make_model
-from resnet_cifar10.startup import shut_down
+from torchvision.models import resnet18
 
 
 def evaluation():
@@ -24,7 +23,7 @@ def evaluation():
 def accuracies():
     """Of one and the same half-trained model, on numbers of images that do not divide evenly."""
     torch.manual_seed(0)
-    model = make_model()
+    model = resnet18(num_classes=10)
     images, labels = generate_split("test")
     model.train()
     for batch in images[:400].float().div(255).split(100):  # statistics under which the guesses vary
@@ -58,11 +57,11 @@ def steps():
 
     On a CPU, without a graph, beside ColossalAI as it comes: after each step, in every precision, all bits are equal.
     """
-    import colossalai.zero as zero
-    from colossalai.nn.optimizer import HybridAdam
-
     from resnet_cifar10 import internals
     from tests.stand_in import stand_in_for_a_gpu
+
+    import colossalai.zero as zero
+    from colossalai.nn.optimizer import HybridAdam
 
     stand_in_for_a_gpu()
     scaling = dict(initial_scale=2**5, hysteresis=1, growth_interval=2)
@@ -126,8 +125,8 @@ def steps():
             print(f"{plugin.__name__}, {dtype}: equal, loss scales {scales}", flush=True)
 
     for plugin, options, words in (
-        (low_level_zero, dict(clip_grad_norm=1.0), "options that its fused step does not know: _clip_grad_norm"),
-        (gemini, dict(min_chunk_size_m=0), "Gemini moves the weights"),
+        (low_level_zero, dict(clip_grad_norm=1.0), "does not support the options _clip_grad_norm"),
+        (gemini, dict(min_chunk_size_m=0), "Gemini shards a model of this size"),
     ):
         with pytest.raises(ValueError, match=words):
             internals.make_capturable(boost(plugin, half, **options)[1])
@@ -135,12 +134,11 @@ def steps():
 
 def boosted(plugin, *how):
     """On a GPU, as train.py does it; ``how``: "graphs", "uncapturable" (it waits for the GPU)."""
-    import colossalai
-    from colossalai.booster import Booster
-    from colossalai.nn.optimizer import HybridAdam
-
     from resnet_cifar10 import cuda_graphs
-    from train import make_plugin
+    from train import PRECISIONS, make_booster
+
+    import colossalai
+    from colossalai.nn.optimizer import HybridAdam
 
     if not dist.is_initialized():
         colossalai.launch_from_torch(verbose=False)
@@ -148,12 +146,12 @@ def boosted(plugin, *how):
     torch.manual_seed(0)
     torch.backends.cudnn.deterministic = True
     device = torch.device("cuda", torch.cuda.current_device())
-    train_set = TrainingSet(*generate_split("train"), 0, device)
+    train_set = TrainingSet(*(tensor.to(device) for tensor in generate_split("train")), 0)
     train_set.set_epoch(1)
-    boosting = make_plugin(plugin)
-    loader = boosting.prepare_dataloader(train_set, 50, shuffle=True, drop_last=True, collate_fn=lambda index: index)
-    booster = Booster(plugin=boosting, mixed_precision="fp16" if plugin == "torch_ddp_fp16" else None)
-    model, criterion = make_model(), torch.nn.CrossEntropyLoss()
+    booster = make_booster(plugin, PRECISIONS[plugin][0])
+    options = dict(shuffle=True, drop_last=True, collate_fn=lambda index: index)
+    loader = booster.plugin.prepare_dataloader(train_set, 50, **options)
+    model, criterion = resnet18(num_classes=10), torch.nn.CrossEntropyLoss()
     optimizer = HybridAdam(model.parameters(), lr=1e-3)
     lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [20])
     model, optimizer, criterion, _, lr_scheduler = booster.boost(model, optimizer, criterion, lr_scheduler=lr_scheduler)
@@ -167,8 +165,7 @@ def boosted(plugin, *how):
         return loss.detach()
 
     if "graphs" in how:
-        index = torch.arange(50, device=device)
-        forward_backward = cuda_graphs.capture(forward_backward, index, model.train(), optimizer)
+        forward_backward = cuda_graphs.capture(forward_backward, 50, model, optimizer)
 
     def train(steps):
         model.train()
@@ -220,12 +217,12 @@ def reload(plugin, folder):
 
 def save_for_ever(folder):
     """Until killed, over and over, in a child for each line of input; prints the child's number when it starts."""
-    from colossalai.booster import Booster
-    from colossalai.nn.optimizer import HybridAdam
-
     from resnet_cifar10 import checkpoint
-    from resnet_cifar10.cpu import CPUTorchDDPPlugin, register_cpu_adam
 
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import TorchDDPPlugin
+
+    prepare_launch("torch_ddp")
     for _ in sys.stdin:
         if child := os.fork():
             os.waitpid(child, 0)
@@ -233,10 +230,9 @@ def save_for_ever(folder):
             continue
         torch.set_num_threads(1)
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        register_cpu_adam()
-        booster = Booster(plugin=CPUTorchDDPPlugin())
-        model = make_model()
-        optimizer = HybridAdam(model.parameters(), lr=1e-3)
+        booster = Booster(plugin=TorchDDPPlugin())
+        model = resnet18(num_classes=10)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [20])
         model, optimizer, _, _, lr_scheduler = booster.boost(model, optimizer, lr_scheduler=lr_scheduler)
         for parameter in model.parameters():
@@ -255,4 +251,6 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     globals()[sys.argv[1]](*sys.argv[2:])
     if dist.is_initialized():
+        if "resnet_cifar10.cuda_graphs" in sys.modules:
+            sys.modules["resnet_cifar10.cuda_graphs"].reset()
         shut_down()

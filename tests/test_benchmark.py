@@ -8,9 +8,17 @@ BRIEFLY = ("benchmarks/epoch_time.py", "--batch_size", 4, "--steps", 1, "--repea
 
 def test_both_loops_are_timed():
     output = launch(3, *BRIEFLY).succeeded().output
-    for loop in ("classic loop", "this project"):
+    for loop in ("the classic loop", "this project"):
         assert re.search(rf"torch_ddp, 3 process\(es\), {loop}: \d+\.\d\d s an epoch, [\d,]+ images/s", output)
-    assert re.search(r"3 process\(es\): \d+\.\d times faster", output)
+    assert re.search(r"3 process\(es\): \d+\.\d times as fast as the classic loop", output)
+
+
+@pytest.mark.slow
+def test_peers_are_timed():
+    how = ("--batch_size", 4, "--steps", 1, "--repeats", 1, "--peers", "--workers", 1)
+    output = launch(None, BRIEFLY[0], *how).succeeded().output
+    for peer in ("plain PyTorch", "autocast", "torch.compile"):
+        assert re.search(rf"\d+\.\d times as fast as {re.escape(peer)}", output)
 
 
 @pytest.mark.slow

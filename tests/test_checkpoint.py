@@ -11,14 +11,13 @@ import sys
 import time
 from functools import partial
 
+from resnet_cifar10.checkpoint import PARTS, epochs
+
 import psutil
 import pytest
 import torch
-from conftest import BIN, ROOT, TRAIN, copy_epoch, kill_family, killed_after, launch, weights
+from conftest import BIN, ROOT, TRAIN, copy_epoch, free_port, kill_family, killed_after, launch, read, weights
 from torchvision.models import resnet18
-
-from resnet_cifar10.checkpoint import PARTS, epochs, read
-from resnet_cifar10.startup import free_port
 
 
 @pytest.fixture
@@ -45,7 +44,6 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(trained, tmp_path, imag
 def test_more_processes_resume(checkpoint, images):
     run = launch(3, *TRAIN, "--epochs", 4, "-r", 3, "-c", checkpoint, DATA=images).succeeded()
     assert len(run.accuracies) == 1 and epochs(checkpoint) == [1, 2, 3, 4]
-    assert "another run" not in run.output
     assert read(checkpoint, "optimizer", 4)["state"][0]["step"] == 9 + 2
 
 
@@ -58,31 +56,29 @@ def test_checkpoints_of_the_published_example_resume_under_one_process(checkpoin
         values["step"] = torch.tensor(values["step"])
     torch.save(state, path)
     run = launch(None, *TRAIN, "--epochs", 4, "-r", 3, "-c", checkpoint, DATA=images).succeeded()
-    assert run.output.count("state_3.pth is missing: a loss scale, where the plugin has one, starts afresh") == 1
+    assert (
+        run.output.count("state_3.pth is missing: a loss scale, if the plugin has one, starts from its initial value")
+        == 1
+    )
     assert read(checkpoint, "optimizer", 4)["state"][0]["step"] == 9 + 6
-    assert len(run.accuracies) == 1 and epochs(checkpoint) == [1, 2, 4] and "another run" not in run.output
+    assert len(run.accuracies) == 1 and epochs(checkpoint) == [1, 2, 4]
 
 
 def test_latest_is_the_newest_whole_one_or_none(checkpoint, tmp_path, images):
     run = launch(2, *TRAIN, "--epochs", 2, "-r", "latest", "-c", checkpoint, DATA=images)
-    run.failed_with("the newest checkpoint is of epoch 3, beyond --epochs 2: raise that")
+    run.failed_with("the checkpoint to resume from is of epoch 3, beyond --epochs 2")
     (checkpoint / "state_3.pth").unlink()
     run = launch(2, *TRAIN, "--epochs", 2, "-r", "latest", "-c", checkpoint, DATA=images).succeeded()
     assert "resuming from epoch 2" in run.output and "Epoch [" not in run.output
     run = launch(2, *TRAIN, "--epochs", 1, "-r", "latest", "-c", tmp_path / "empty", DATA=images).succeeded()
-    assert run.output.count("starting afresh") == 1 and "Epoch [1/1]" in run.output
+    assert run.output.count("starting a new run") == 1 and "Epoch [1/1]" in run.output
 
 
-def test_what_other_runs_left_in_the_folder(checkpoint, images):
-    """Later checkpoints are named; what a killed save left is cleared, but not that of one at work."""
-    for name, age in (("killed", 3700), ("at_work", 60)):
-        folder = checkpoint / f".new_{name}"
-        folder.mkdir()
-        (folder / "optimizer").write_bytes(b"half of it")
-        os.utime(folder, (time.time() - age,) * 2)
-    run = launch(2, *TRAIN, "--epochs", 2, "-r", 1, "-c", checkpoint, DATA=images).succeeded()
-    assert run.output.count("holds later epochs of another run: 2, 3; until") == 1
-    assert [path.name for path in checkpoint.glob(".new_*")] == [".new_at_work"]
+def test_a_save_clears_what_a_killed_one_left(checkpoint, images):
+    (checkpoint / ".new").mkdir()
+    (checkpoint / ".new" / "optimizer").write_bytes(b"half of it")
+    launch(2, *TRAIN, "--epochs", 2, "-r", 1, "-c", checkpoint, DATA=images).succeeded()
+    assert not (checkpoint / ".new").exists() and epochs(checkpoint) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(12, marks=pytest.mark.slow)])
@@ -104,7 +100,7 @@ def test_kill_at_any_moment_of_a_save(trained, tmp_path, kills):
             assert 1 in there
             for part in PARTS:
                 assert read(tmp_path, part, there[-1])
-            for unfinished in tmp_path.glob(".new_*"):
+            for unfinished in tmp_path.glob(".new"):
                 interrupted += 1
                 shutil.rmtree(unfinished)
             for path in tmp_path.glob("*_[23].pth"):  # the next one meets what is left of either epoch, or nothing
@@ -114,7 +110,7 @@ def test_kill_at_any_moment_of_a_save(trained, tmp_path, kills):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_end_every_process_with_one_line(tmp_path, images, number):
+def test_signals_end_every_process_without_a_traceback(tmp_path, images, number):
     command = [BIN / "torchrun", "--standalone", "--nproc_per_node=2", *TRAIN, "-c", tmp_path / "c", "-i", "1"]
     command = [str(word) for word in command]
     environment = {**os.environ, "DATA": str(images)}
@@ -134,7 +130,6 @@ def test_signals_end_every_process_with_one_line(tmp_path, images, number):
     finally:
         kill_family(process)
     output = (tmp_path / "log").read_text()
-    assert output.count("stopped; the same command with -r latest goes on") == 1
     assert "[rank" not in output and 'train.py", line' not in output
     assert 1 in epochs(tmp_path / "c")
     for epoch in epochs(tmp_path / "c"):
@@ -146,16 +141,25 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_saves(checkpoint, ima
     broken["fc.weight"] = torch.full_like(broken["fc.weight"], 3e38)
     torch.save(broken, checkpoint / "model_3.pth")
     run = launch(2, *TRAIN, "--epochs", 5, "-r", 3, "-i", 1, "-c", checkpoint, DATA=images)
-    run.failed_with("the mean loss of epoch 4 is", "nothing of it is saved")
+    run.failed_with("the mean loss of epoch 4 is", "this epoch is not saved")
     assert epochs(checkpoint) == [1, 2, 3]
 
 
-def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, images):
-    code = "import runpy, torch, colossalai.nn.optimizer as o; o.HybridAdam = torch.optim.SGD; "
-    code += "runpy.run_path('train.py', run_name='__main__')"
-    run = launch(None, "-c", code, *TRAIN[1:], "--epochs", 1, "-c", tmp_path, DATA=images)
-    run.failed_with("nothing is saved", "could not be loaded again", "does not fit this model, with HybridAdam")
-    assert list(tmp_path.iterdir()) == []
+def test_another_model_and_optimizer_in_train_py_and_eval_py_alone(tmp_path, images):
+    """They train, save, resume and evaluate."""
+    how = ("--epochs", 2, "-c", tmp_path, "-i", 1)
+    scripts = {name: (ROOT / name).read_text() for name in ("train.py", "eval.py")}
+    for name, script in scripts.items():
+        changed = script.replace("resnet18", "resnet34").replace(
+            "torch.optim.Adam(", "torch.optim.AdamW(amsgrad=False, params="
+        )
+        assert changed != script
+        (tmp_path / name).write_text(changed)
+    for resume in ("-1", "1"):
+        run = launch(2, tmp_path / "train.py", *TRAIN[1:], *how, "-r", resume, DATA=images, PYTHONPATH=ROOT).succeeded()
+    evaluated = launch(None, tmp_path / "eval.py", "-e", 2, "-c", tmp_path, DATA=images, PYTHONPATH=ROOT).succeeded()
+    assert evaluated.accuracies == run.accuracies
+    launch(None, "eval.py", "-e", 2, "-c", tmp_path, DATA=images).failed_with("unexpected: layer1.2.")
 
 
 def test_a_disk_that_is_full_leaves_earlier_checkpoints_alone(checkpoint, images):
@@ -301,7 +305,9 @@ def test_stray_keys_change_nothing(checkpoint):
 
 def test_a_checkpoint_of_another_model_is_refused(checkpoint):
     torch.save(resnet18(num_classes=100).state_dict(), checkpoint / "model_2.pth")
-    with pytest.raises(ValueError, match="does not fit this model, with HybridAdam, after epoch 2 .fc.bias"):
+    with pytest.raises(
+        ValueError, match=r"model_2.pth does not fit .*fc.weight has shape \(100, 512\), not \(10, 512\)"
+    ):
         read(checkpoint, "model", 2)
 
 
@@ -310,4 +316,6 @@ def test_resuming_and_evaluating_damaged_files(checkpoint, images):
     launch(2, *TRAIN, "-r", 2, "-c", checkpoint, DATA=images).failed_with("optimizer_2.pth is damaged")
     assert not (checkpoint / "ran").exists()
     damage(checkpoint / "model_2.pth", "foreign")
-    launch(None, "eval.py", "-e", 2, "-c", checkpoint, DATA=images).failed_with("model_2.pth does not fit this model")
+    launch(None, "eval.py", "-e", 2, "-c", checkpoint, DATA=images).failed_with(
+        "model_2.pth does not fit (missing: bn1.bias, bn1.num_batches_tracked, bn1.running_mean and 118 more)"
+    )

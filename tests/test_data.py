@@ -3,15 +3,6 @@ import os
 import pickle
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-from conftest import CLASSES
-from torchvision.datasets import CIFAR10
-from torchvision.models import resnet18
-from torchvision.transforms import Pad, ToTensor
-from torchvision.transforms import functional as F
-
 from resnet_cifar10.data import (
     TrainingSet,
     class_names,
@@ -22,6 +13,15 @@ from resnet_cifar10.data import (
     to_float,
 )
 from resnet_cifar10.evaluation import evaluate
+
+import numpy as np
+import pytest
+import torch
+from conftest import CLASSES
+from torchvision.datasets import CIFAR10
+from torchvision.models import resnet18
+from torchvision.transforms import Pad, ToTensor
+from torchvision.transforms import functional as F
 
 
 def random_images(count, seed=0):
@@ -51,7 +51,7 @@ def test_pixels_of_the_test_split_equal_to_tensor():
 
 def test_draws_depend_on_seed_and_epoch_alone():
     def batch(seed, epoch, indices, visited=()):
-        data = TrainingSet(random_images(64), torch.arange(64) % 10, seed, torch.device("cpu"))
+        data = TrainingSet(random_images(64), torch.arange(64) % 10, seed)
         for other in visited:
             data.set_epoch(other)
         data.set_epoch(epoch)
@@ -68,7 +68,7 @@ def test_draws_depend_on_seed_and_epoch_alone():
 
 
 def test_draws_cover_every_offset_and_flip_about_half():
-    data = TrainingSet(torch.zeros(5000, 3, 32, 32, dtype=torch.uint8), torch.zeros(5000), 0, torch.device("cpu"))
+    data = TrainingSet(torch.zeros(5000, 3, 32, 32, dtype=torch.uint8), torch.zeros(5000), 0)
     data.set_epoch(1)
     for offsets in data.offsets:
         counts = offsets.bincount()

@@ -2,11 +2,11 @@
 
 import re
 
+from resnet_cifar10.report import accuracy_table, class_table
+
 import pytest
 import torch
 from conftest import CLASSES, launch, python, weights
-
-from resnet_cifar10.report import accuracy_table, class_table
 
 WITHOUT_MATPLOTLIB = (
     "import sys, runpy; sys.modules['matplotlib'] = None; runpy.run_path('eval.py', run_name='__main__')"
@@ -100,8 +100,8 @@ def test_matplotlib_is_optional(trained, tmp_path, images):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("-e", "0"), ("--epoch", "'0' is not an epoch")),
-        (("-e", "newest"), ("--epoch", "latest")),
+        (("-e", "0"), ("'0' is not an epoch",)),
+        (("-e", "newest"), ("'newest' is not an epoch", "latest")),
         (("-e", "1", "7"), ("no checkpoint of epoch 7", "1, 2, 3")),
         (("-e", "all", "-c", "/nowhere"), ("no checkpoint in /nowhere",)),
         (("-e", "3", "--plot", "plot.jpg"), ("--plot", "ends in .png")),
@@ -113,7 +113,7 @@ def test_bad_arguments(trained, arguments, words):
 
 def test_a_folder_in_the_way_of_the_plot(trained, tmp_path):
     (tmp_path / "plot.png").mkdir()
-    python("eval.py", "-c", trained[0], "--plot", tmp_path / "plot.png").failed_with("--plot", "plot.png")
+    python("eval.py", "-c", trained[0], "--plot", tmp_path / "plot.png").failed_with("--plot needs the name of a file")
 
 
 def test_a_damaged_one_of_several_is_named(checkpoint, images):

@@ -5,13 +5,13 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+from resnet_cifar10.checkpoint import PARTS
+from resnet_cifar10.metrics import read
+from train import PRECISIONS
+
 import pytest
 import torch
 from conftest import BIN, GPUS, ROOT, VISIBLE_GPUS, killed_after, python, torchrun
-
-from resnet_cifar10.checkpoint import PARTS
-from resnet_cifar10.metrics import read
-from train import PLUGINS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA GPU")]
 PROCESSES = min(2, GPUS)
@@ -27,7 +27,7 @@ def visible_gpus(monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", VISIBLE_GPUS)
 
 
-@pytest.mark.parametrize("plugin, precision", [(plugin, each) for plugin in PLUGINS for each in PLUGINS[plugin]])
+@pytest.mark.parametrize("plugin, precision", [(plugin, each) for plugin in PRECISIONS for each in PRECISIONS[plugin]])
 def test_eval_agrees_with_training(plugin, precision, tmp_path):
     """Which goes on after it has evaluated for the first time."""
     arguments = ("--dummy", "-c", tmp_path)
@@ -43,7 +43,6 @@ def test_eval_agrees_with_training(plugin, precision, tmp_path):
     without_curves = find_spec("tensorboard") is None
     assert run.output.count("warning:") == run.output.count("warning: no curves in") == without_curves
     assert run.stdout.startswith(f"{plugin}, {precision}, {PROCESSES} process(es), {torch.cuda.get_device_name()}, ")
-    assert "[extension]" not in run.output
 
 
 def test_a_checkpoint_of_one_plugin_resumes_under_any_other(tmp_path):
@@ -55,7 +54,7 @@ def test_a_checkpoint_of_one_plugin_resumes_under_any_other(tmp_path):
     assert float(run.accuracies[0]) > 90
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("plugin", PRECISIONS)
 def test_saving_and_loading_lose_nothing(plugin, tmp_path):
     (tmp_path / "again").mkdir()
     run = torchrun(PROCESSES, "-m", "tests.processes", "reload", plugin, tmp_path).succeeded()
@@ -80,7 +79,7 @@ def test_saving_and_loading_lose_nothing(plugin, tmp_path):
     assert saved["lr_scheduler"]["_last_lr"] == reloaded["lr_scheduler"]["_last_lr"]
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("plugin", PRECISIONS)
 def test_a_resumed_epoch_is_within_the_noise_of_two_runs(plugin, tmp_path):
     losses = []
     for folder, resume in (("a", -1), ("b", -1), ("a", 1)):
@@ -106,7 +105,7 @@ def first_losses(plugin, *how):
     ]
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("plugin", PRECISIONS)
 def test_graphs_change_nothing_but_the_speed(plugin):
     """Nor does what they ask of ColossalAI's optimizers, a new loss scale and overflows included."""
     (eager, state), (again, _), (graphed, graphed_state) = (first_losses(plugin, *how) for how in ([], [], ["graphs"]))

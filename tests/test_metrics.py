@@ -3,11 +3,11 @@
 import json
 import shutil
 
-import pytest
-from conftest import TRAIN, launch
-
 from resnet_cifar10.checkpoint import epochs
 from resnet_cifar10.metrics import FILE, read
+
+import pytest
+from conftest import TRAIN, launch
 
 NAMES = "epoch loss lr accuracy images_per_second seconds loss_scale peak_memory_mib".split()
 

@@ -2,12 +2,12 @@
 
 from importlib.util import find_spec
 
+from resnet_cifar10 import metrics
+from resnet_cifar10.checkpoint import PARTS, epochs
+
 import pytest
 import torch
-from conftest import copy_epoch, launch
-
-from resnet_cifar10 import metrics
-from resnet_cifar10.checkpoint import PARTS, epochs, read
+from conftest import copy_epoch, launch, read
 
 
 def train(processes, plugin, *arguments, **environment):

@@ -1,0 +1,148 @@
+"""How a run starts, fails and ends, and how its files are written."""
+
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def fail(message: object) -> NoReturn:
+    """Exit with code 1 and one line on standard error.
+
+    Every process of a node must call it. Local rank 0 prints the line.
+
+    Raises:
+        SystemExit: always.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # The launcher kills all processes when the first one exits: let local rank 0 print first
+        time.sleep(10)
+    sys.exit("error: " + " ".join(str(message).split()))
+
+
+@contextmanager
+def fail_together() -> Iterator[None]:
+    """End all processes with one line if any of them raises an :class:`OSError` or :class:`ValueError` in the block.
+
+    The block is a collective: every process of the default process group, if there is one, must run it.
+
+    Raises:
+        SystemExit: in every process, with the message of the lowest rank that raised.
+    """
+    error = None
+    try:
+        yield
+    except (OSError, ValueError) as raised:
+        error = str(raised)
+    errors = [error]
+    if dist.is_initialized():
+        errors *= dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    for message in errors:
+        if message is not None:
+            fail(message)
+
+
+def prepare_launch(plugin: str) -> None:
+    """Check launcher and devices, and let ``python train.py`` and machines without a GPU work. Call it before launch.
+
+    Raises:
+        SystemExit: a launcher variable is missing, or there are too few GPUs.
+    """
+    sys.stdout.reconfigure(line_buffering=True)  # also in files and pipes
+    if "RANK" not in os.environ:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        os.environ.update(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "1", "127.0.0.1", str(port))))
+    if missing := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
+        fail(f"RANK is set, but not {', '.join(missing)}: start with torchrun or colossalai run, or unset RANK")
+
+    processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if gpus == 0 and plugin != "torch_ddp":
+        fail(f"-p {plugin} needs a GPU and PyTorch sees none; -p torch_ddp also runs on a CPU")
+    if 0 < gpus < processes:
+        fail(f"{processes} processes on a node with {gpus} GPU(s): start at most {gpus} with --nproc_per_node")
+    if gpus == 0:  # TorchDDPPlugin converts to SyncBatchNorm, which needs a GPU
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm = lambda module, process_group=None: module
+
+
+def environment() -> str:
+    """The world size, the device, and the versions that matter, for the first line of a run."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU (PyTorch sees no GPU)"
+    versions = f"PyTorch {torch.__version__}, ColossalAI {version('colossalai')}"
+    return f"{dist.get_world_size()} process(es), {device}, {versions}"
+
+
+@contextmanager
+def explain_kernel_errors() -> Iterator[None]:
+    """End the run with one line if HybridAdam's CUDA kernels cannot be compiled in the block."""
+    try:
+        yield
+    except Exception as error:  # ColossalAI raises many kinds
+        fail(
+            f"HybridAdam cannot compile its CUDA kernels: {error} Install the CUDA toolkit of the version PyTorch was "
+            "built with, and set CUDA_HOME to the folder that holds its bin/nvcc."
+        )
+
+
+def shut_down() -> None:
+    """Destroy the default process group. Every process calls this at the end of a run."""
+    # PyTorch 2.5 holds the GIL while it destroys a gloo group, and waits for threads that may need the GIL to free the
+    # tensors of the last collectives. Give them time first.
+    time.sleep(0.1)
+    dist.destroy_process_group()
+
+
+def make_folders(*folders: Path | None) -> None:
+    """Make folders that do not exist, on rank 0, and check that files can be written to them.
+
+    Raises:
+        SystemExit: in every process; they cannot.
+    """
+    with fail_together():
+        for folder in folders:
+            if folder is None or os.environ.get("RANK", "0") != "0":
+                continue
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+            except OSError as error:
+                raise ValueError(f"cannot write to {folder}: {error.strerror}") from error
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replacement(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, and rename it to ``path`` at the end of the block: the file is written whole or not.
+
+    Raises:
+        OSError: it cannot be written; the message names ``path``.
+    """
+    new = path.with_name(f".new_{os.getpid()}")
+    try:
+        yield new
+        flush(new)
+        new.replace(path)
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        new.unlink(missing_ok=True)
