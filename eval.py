@@ -5,8 +5,6 @@ python eval.py -c ./checkpoint -e 80
 
 import argparse
 import os
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 # First, because the package silences harmless warnings of the others
@@ -39,11 +37,10 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    sys.stdout.reconfigure(errors="replace")  # class names can have any character
+    runtime.survive_closed_streams()
     root = None if args.dummy else Path(os.environ.get("DATA", "./data"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if args.plot and find_spec("matplotlib") is None:
-        print(f"warning: no {args.plot}: pip install matplotlib first", file=sys.stderr)
+    if args.plot and not report.can_plot():
         args.plot = None
     runtime.make_folders(args.plot and args.plot.parent)
     with fail_together():

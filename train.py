@@ -115,7 +115,7 @@ def main() -> None:
     device = get_accelerator().get_current_device()
     on_gpu = device.type == "cuda"
     coordinator.print_on_master(f"{args.plugin}, {args.precision}, {runtime.environment()}")
-    runtime.make_folders(args.checkpoint if args.interval else None, args.log_dir)
+    runtime.make_folders(args.checkpoint if args.interval else None, args.log_dir, exclusive=True)
     start_epoch = 1 + checkpoint.resume_epoch(args.checkpoint, args.resume, args.epochs)
     log = metrics.open_log(args.log_dir, start_epoch)
 

@@ -1,20 +1,17 @@
 """Checkpoints: one folder, four files per epoch, written whole or not at all, and checked before they are loaded."""
 
-import os
 import re
 import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
 
 from resnet_cifar10.runtime import fail_together, flush
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 MODEL, OPTIMIZER, LR_SCHEDULER = BOOSTER_PARTS = ("model", "optimizer", "lr_scheduler")
 STATE = "state"
@@ -56,9 +53,12 @@ def resolve_epochs(folder: Path, asked: list[str], parts: tuple[str, ...] = (MOD
         if not re.fullmatch(r"[1-9]\d{0,8}", epoch):
             raise ValueError(f"{epoch!r} is not an epoch: give a number, 1 or above, or latest")
         missing = [path.name for part in parts if not (path := path_of(folder, part, int(epoch))).is_file()]
-        if len(missing) == len(parts):
-            there = ", ".join(map(str, epochs(folder, parts)))
-            raise ValueError(f"no checkpoint of epoch {epoch} in {where}: there are {there or 'none at all'}")
+        others = [folder / f"{MODEL}_{epoch}", *folder.glob(f"{MODEL}_{epoch}.*")]  # sharded, or safetensors
+        others = [path.name for path in others if path.exists()]
+        if missing == [f"{part}_{epoch}.pth" for part in parts]:
+            there = ", ".join(map(str, epochs(folder, parts))) or "none at all"
+            hint = f"; {others[0]} has another format" if others else ""
+            raise ValueError(f"no checkpoint of epoch {epoch} in {where}: there are {there}{hint}")
         if missing:
             raise ValueError(f"the checkpoint of epoch {epoch} in {where} is incomplete: {missing[0]} is missing")
         found.add(int(epoch))
@@ -132,10 +132,16 @@ def _reading(path: Path) -> Iterator[dict]:
 def read_model(folder: Path, epoch: int, model: nn.Module) -> dict[str, Tensor]:
     """Read weights that fit ``model``, which is not wrapped by the Booster, to the CPU.
 
+    Weights that DDP or torch.compile has named, or that are nested under "state_dict" or "model", also fit.
+
     Raises:
         ValueError: they cannot be read or do not fit; the message names the file.
     """
-    with _reading(path_of(folder, MODEL, epoch)) as weights:
+    with _reading(path_of(folder, MODEL, epoch)) as content:
+        for nested in ("state_dict", "model"):
+            if isinstance(content.get(nested), dict):
+                content = content[nested]
+        weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in content.items()}
         _check(weights, dict(model.state_dict()))
         return weights
 
@@ -197,7 +203,7 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     The files get their names after all of them are on the disk. If saving fails, the run ends with one line. If the
     process is killed, the epoch stays as it was, is complete, or lacks its state file.
     """
-    from resnet_cifar10.internals import loss_scaling, zero_masters
+    from resnet_cifar10.internals import gather_masters, loss_scaling
 
     is_master = dist.get_rank() == 0
     final = {part: path_of(folder, part, epoch) for part in PARTS}
@@ -208,11 +214,7 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
                 shutil.rmtree(folder / ".new", ignore_errors=True)  # from a killed run
                 (folder / ".new").mkdir()
         with _saving(final[MODEL]):
-            masters = {}
-            for name, (weight, shard) in zero_masters(model, optimizer).items():
-                gathered = shard.new_empty(shard.numel() * dist.get_world_size())
-                dist.all_gather_into_tensor(gathered, shard.flatten())
-                masters[name] = gathered[: weight.numel()].view_as(weight).cpu()
+            masters = gather_masters(model, optimizer)
             booster.save_model(model, str(new[MODEL]))
             if is_master:
                 weights = {**torch.load(new[MODEL], weights_only=True), **masters}
@@ -251,7 +253,7 @@ def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     Every process calls this. Every file is checked before anything changes. If one does not fit, the run ends with one
     line.
     """
-    from resnet_cifar10.internals import set_loss_scaling, zero_masters
+    from resnet_cifar10.internals import load_weights, set_loss_scaling
 
     state_path = path_of(folder, STATE, epoch)
     with fail_together():
@@ -261,12 +263,8 @@ def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
         if state_path.exists():
             state = read_numbers(folder, STATE, epoch)
 
-    with patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):  # ColossalAI reads the file again
-        booster.load_model(model, str(path_of(folder, MODEL, epoch)))
-    for name, (weight, shard) in zero_masters(model, optimizer).items():
-        padded = pad(weights[name].flatten(), (0, shard.numel() * dist.get_world_size() - weight.numel()))
-        shard.copy_(padded.chunk(dist.get_world_size())[dist.get_rank()].view_as(shard))
-    # booster.load_optimizer and load_lr_scheduler would read their files again, without the checks
+    # The Booster's functions would read the files again, without the checks
+    load_weights(model, optimizer, weights)
     optimizer.load_state_dict(optimizer_state)
     lr_scheduler.load_state_dict(lr_scheduler_state)
     if state_path.exists():

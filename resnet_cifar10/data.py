@@ -1,19 +1,24 @@
 """CIFAR-10 as tensors on the training device, and batches made from them on that device."""
 
 import os
+import socket
+from datetime import timedelta
+from http.client import HTTPException
 from pathlib import Path
 from random import Random
-from urllib.error import URLError
 
-from resnet_cifar10.runtime import fail_together
+from resnet_cifar10.runtime import fail_together, refuse_dangling_link
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, ImageFolder
-from torchvision.datasets.folder import find_classes
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
+from torchvision.datasets.utils import check_integrity
 
 Split = tuple[Tensor, Tensor]
 """Images, uint8 of shape (N, 3, 32, 32), and their labels, int64 of shape (N,)."""
@@ -32,11 +37,18 @@ def load(root: Path | None, device: torch.device) -> list[Split]:
     Raises:
         SystemExit: in every process; they cannot be read or downloaded.
     """
-    with fail_together():
+    # A download can take longer than the collectives of the default process group wait
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    with fail_together(patient):
         if os.environ["LOCAL_RANK"] == "0":
             download_if_absent(root)
-    with fail_together():
+    with fail_together(patient):
         return [tuple(tensor.to(device) for tensor in load_split(root, split)) for split in ("train", "test")]
+
+
+def _cifar10_root(root: Path) -> Path:
+    """The folder that torchvision wants: the one above cifar-10-batches-py."""
+    return root.absolute().parent if root.absolute().name == CIFAR10.base_folder else root
 
 
 def download_if_absent(root: Path | None) -> None:
@@ -47,16 +59,29 @@ def download_if_absent(root: Path | None) -> None:
     """
     if root is None or (root / "train").exists():
         return
+    refuse_dangling_link(root)
+    root = _cifar10_root(root)
     try:
         CIFAR10(root)
-    except (RuntimeError, OSError):  # RuntimeError: not there, or other files than the MD5 sums say
-        try:
-            CIFAR10(root, download=True)
-        except (RuntimeError, URLError, OSError) as error:
-            raise ValueError(
-                f"no CIFAR-10 in {root.absolute()}, and it cannot be downloaded ({error}): set DATA to a folder that "
-                "holds it or train/<class>/ and test/<class>/ with its images, or try --dummy"
-            ) from error
+        return
+    except (RuntimeError, OSError):  # RuntimeError: not there, or damaged
+        print(f"downloading CIFAR-10 (163 MiB) to {root.absolute()}", flush=True)
+    before, failed = socket.getdefaulttimeout(), (RuntimeError, OSError, HTTPException, ValueError)
+    socket.setdefaulttimeout(60)  # seconds without any data
+    try:
+        CIFAR10(root, download=True)
+    except failed as error:
+        sums = [*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])]
+        files = [(root / CIFAR10.base_folder / name, md5) for name, md5 in sums]
+        files.append((root / CIFAR10.filename, CIFAR10.tgz_md5))
+        damaged = [str(path) for path, md5 in files if path.is_file() and not check_integrity(path, md5)]
+        problem = f"damaged: {', '.join(damaged)}" if damaged else f"no CIFAR-10 in {root.absolute()}"
+        raise ValueError(
+            f"{problem}, and it cannot be downloaded ({error}): set DATA to a folder that has cifar-10-batches-py or "
+            "train/<class>/ and test/<class>/ with images, or use --dummy"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def load_split(root: Path | None, split: str) -> Split:
@@ -72,15 +97,28 @@ def load_split(root: Path | None, split: str) -> Split:
     if (root / "train").exists():
         return _load_image_folder(root, split)
     try:
-        data = CIFAR10(root, train=split == "train")
+        data = CIFAR10(_cifar10_root(root), train=split == "train")
     except RuntimeError as error:
         raise ValueError(f"no CIFAR-10 in {root.absolute()}: {error}") from error
     return _channels_first(data.data), torch.tensor(data.targets)
 
 
+def _is_image(path: str) -> bool:
+    """Whether ``path`` has an image's extension and is not hidden, as are the ._ files of macOS."""
+    return path.lower().endswith(IMG_EXTENSIONS) and not os.path.basename(path).startswith(".")
+
+
+def _open_image(path: str) -> Image.Image:
+    with Image.open(path) as image:
+        if image.mode.startswith(("I", "F")):  # Pillow would clip these to 0 and 255
+            raise ValueError(f"its mode is {image.mode}, which is not 8-bit")
+        return image.convert("RGB")
+
+
 def _load_image_folder(root: Path, split: str) -> Split:
     try:
-        folders = {name: ImageFolder(str(root / name)) for name in ("train", "test")}
+        options = dict(loader=_open_image, is_valid_file=_is_image)
+        folders = {name: ImageFolder(str(root / name), **options) for name in ("train", "test")}
     except OSError as error:
         raise ValueError(f"cannot read the image folder {root.absolute()}: {error}") from error
     for name, folder in folders.items():

@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from colossalai.zero import GeminiOptimizer, LowLevelZeroOptimizer
+from colossalai.zero import GeminiDDP, GeminiOptimizer, LowLevelZeroOptimizer
+from torch import Tensor
+from torch.nn.functional import pad
 
 FUSED_OPTIONS = dict(  # the options of ZeRO's optimizer that _fuse_step supports
     _master_weights=True,
@@ -53,12 +55,30 @@ def set_loss_scaling(optimizer, state: dict) -> None:
         scaler._growth_step, scaler._hysteresis_step = steps, int(state["hysteresis_step"])
 
 
-def zero_masters(model, optimizer) -> dict:
+def _zero_masters(model, optimizer) -> dict:
     """The fp32 weights of ZeRO by name: (the parameter of the model, this process's shard); {} for other plugins."""
     if not isinstance(optimizer, LowLevelZeroOptimizer):
         return {}
     masters = optimizer.get_working_to_master_map()
     return {name: (weight, masters[id(weight)]) for name, weight in model.unwrap().named_parameters()}
+
+
+def gather_masters(model, optimizer) -> dict[str, Tensor]:
+    """The fp32 weights of ZeRO by name, on the CPU; {} for other plugins. Every process calls this."""
+    weights = {}
+    for name, (weight, shard) in _zero_masters(model, optimizer).items():
+        gathered = shard.new_empty(shard.numel() * dist.get_world_size())
+        dist.all_gather_into_tensor(gathered, shard.flatten())
+        weights[name] = gathered[: weight.numel()].view_as(weight).cpu()
+    return weights
+
+
+def load_weights(model, optimizer, weights: dict[str, Tensor]) -> None:
+    """Load fp32 weights into the model and, for ZeRO and Gemini, into the fp32 weights of the optimizer."""
+    (model if isinstance(model, GeminiDDP) else model.unwrap()).load_state_dict(weights)
+    for name, (weight, shard) in _zero_masters(model, optimizer).items():
+        padded = pad(weights[name].flatten(), (0, shard.numel() * dist.get_world_size() - weight.numel()))
+        shard.copy_(padded.chunk(dist.get_world_size())[dist.get_rank()].view_as(shard))
 
 
 def make_capturable(optimizer) -> Callable[[], None]:

@@ -68,9 +68,8 @@ def open_log(folder: Path | None, start_epoch: int) -> Callable[[dict], None]:
     """Continue the log in ``folder`` from ``start_epoch``, or start one.
 
     Returns:
-        A function that logs the metrics of an epoch; without a ``folder`` it does nothing. Every process calls it, and
-        rank 0 writes. If that fails, the run ends with one line. Its first call drops the epochs from ``start_epoch``
-        on that an earlier run has logged.
+        A function that logs the metrics of an epoch; without a ``folder`` it does nothing. Rank 0 writes, and prints a
+        warning if that fails. The first call drops the epochs from ``start_epoch`` on that an earlier run has logged.
     """
     if folder is None:
         return lambda metrics: None
@@ -81,15 +80,15 @@ def open_log(folder: Path | None, start_epoch: int) -> Callable[[dict], None]:
             history = [metrics for metrics in read(folder) if metrics["epoch"] < start_epoch]
             try:
                 from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                print(f"warning: no curves in {folder}, only {FILE}: pip install tensorboard first", file=sys.stderr)
+            except Exception as error:  # whatever an old or broken package raises
+                print(f"warning: no curves in {folder}: pip install tensorboard first ({error})", file=sys.stderr)
 
     def log(metrics: dict) -> None:
         nonlocal writer
-        with fail_together():
-            if not is_master:
-                return
-            history.append(metrics)
+        if not is_master:
+            return
+        history.append(metrics)
+        try:
             with replacement(folder / FILE) as path:
                 path.write_text("".join(json.dumps(each) + "\n" for each in history))
             if SummaryWriter is None:
@@ -105,5 +104,7 @@ def open_log(folder: Path | None, start_epoch: int) -> Callable[[dict], None]:
                     if name != "epoch" and value is not None:
                         writer.add_scalar(name, value, each["epoch"])
             writer.flush()
+        except Exception as error:  # a run is worth more than its log
+            print(f"warning: cannot log epoch {metrics['epoch']}: {error}", file=sys.stderr)
 
     return log

@@ -3,6 +3,8 @@
 ``confusions`` has a matrix of :func:`resnet_cifar10.evaluation.confusion_matrix` for each epoch.
 """
 
+import os
+import sys
 from pathlib import Path
 
 from resnet_cifar10.evaluation import accuracy_of
@@ -43,20 +45,35 @@ def class_table(confusion: Tensor, names: list[str]) -> str:
     return "\n".join(lines)
 
 
+def can_plot() -> bool:
+    """Whether matplotlib can be imported; if not, print a warning."""
+    os.environ.pop("MPLBACKEND", None)  # of a notebook, it may not exist here
+    try:
+        import matplotlib  # noqa: F401
+
+        return True
+    except Exception as error:  # whatever an old or broken package raises
+        print(f"warning: no plot: pip install matplotlib first ({error})", file=sys.stderr)
+        return False
+
+
 def plot(path: Path, confusions: dict[int, Tensor], names: list[str]) -> None:
     """Write a PNG file with the confusion matrix of the best epoch and, for several epochs, their accuracies.
 
     Raises:
-        ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    matplotlib.rcdefaults()
     best = best_epoch(confusions)
     confusion = confusions[best]
     several = len(confusions) > 1
     figure = Figure(figsize=(11 if several else 6, 5), layout="constrained")
+    FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2 if several else 1, squeeze=False)[0]
 
     names = [name.replace("$", r"\$") for name in names]  # $ would start a formula

@@ -1,12 +1,15 @@
 """How a run starts, fails and ends, and how its files are written."""
 
+import fcntl
 import os
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -15,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_claims = []  # descriptors of locked folders; the locks end with the process
 
 
 def fail(message: object) -> NoReturn:
@@ -32,10 +36,10 @@ def fail(message: object) -> NoReturn:
 
 
 @contextmanager
-def fail_together() -> Iterator[None]:
+def fail_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """End all processes with one line if any of them raises an :class:`OSError` or :class:`ValueError` in the block.
 
-    The block is a collective: every process of the default process group, if there is one, must run it.
+    The block is a collective: every process of ``group`` (default: the default process group, if any) must run it.
 
     Raises:
         SystemExit: in every process, with the message of the lowest rank that raised.
@@ -48,10 +52,29 @@ def fail_together() -> Iterator[None]:
     errors = [error]
     if dist.is_initialized():
         errors *= dist.get_world_size()
-        dist.all_gather_object(errors, error)
+        dist.all_gather_object(errors, error, group)
     for message in errors:
         if message is not None:
             fail(message)
+
+
+def survive_closed_streams() -> None:
+    """Run on if standard output or error is closed, on a full disk, or a pipe whose reader has ended."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell
+            setattr(sys, name, open(os.devnull, "w"))
+        stream = getattr(sys, name)
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+        for method in ("write", "flush"):
+            setattr(stream, method, partial(_write, stream, getattr(stream, method)))
+
+
+def _write(stream, method: Callable, *args) -> int:
+    try:
+        return method(*args)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 0
 
 
 def prepare_launch(plugin: str) -> None:
@@ -60,7 +83,7 @@ def prepare_launch(plugin: str) -> None:
     Raises:
         SystemExit: a launcher variable is missing, or there are too few GPUs.
     """
-    sys.stdout.reconfigure(line_buffering=True)  # also in files and pipes
+    survive_closed_streams()
     if "RANK" not in os.environ:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -75,6 +98,20 @@ def prepare_launch(plugin: str) -> None:
         fail(f"{processes} processes on a node with {gpus} GPU(s): start at most {gpus} with --nproc_per_node")
     if gpus == 0:  # TorchDDPPlugin converts to SyncBatchNorm, which needs a GPU
         torch.nn.SyncBatchNorm.convert_sync_batchnorm = lambda module, process_group=None: module
+
+    timer = threading.Timer(10, _report_waiting)
+    timer.daemon = True
+    timer.start()
+
+
+def _report_waiting() -> None:
+    if not dist.is_initialized() and os.environ["LOCAL_RANK"] == "0":
+        env = os.environ
+        print(
+            f"rank {env['RANK']} is waiting for the rest of WORLD_SIZE={env['WORLD_SIZE']} processes at "
+            f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}; to run one process, unset RANK",
+            file=sys.stderr,
+        )
 
 
 def environment() -> str:
@@ -104,19 +141,35 @@ def shut_down() -> None:
     dist.destroy_process_group()
 
 
-def make_folders(*folders: Path | None) -> None:
+def refuse_dangling_link(path: Path) -> None:
+    """Raise a ValueError if ``path`` or a folder above it is a link to something that does not exist."""
+    for link in (path, *path.parents):
+        if link.is_symlink() and not link.exists():
+            raise ValueError(f"{link} is a link to {os.readlink(link)}, which does not exist")
+
+
+def make_folders(*folders: Path | None, exclusive: bool = False) -> None:
     """Make folders that do not exist, on rank 0, and check that files can be written to them.
 
+    Args:
+        exclusive: refuse a folder that another run has claimed in this way, on this machine, and that still runs.
+
     Raises:
-        SystemExit: in every process; they cannot.
+        SystemExit: in every process; a folder cannot be written to, or is claimed.
     """
     with fail_together():
-        for folder in folders:
-            if folder is None or os.environ.get("RANK", "0") != "0":
-                continue
+        for folder in set(folders) - {None}:
+            if os.environ.get("RANK", "0") != "0":
+                return
+            refuse_dangling_link(folder)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
+                if exclusive:
+                    _claims.append(os.open(folder, os.O_RDONLY))
+                    fcntl.flock(_claims[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(f"another run writes to {folder}: give each run a folder of its own") from error
             except OSError as error:
                 raise ValueError(f"cannot write to {folder}: {error.strerror}") from error
 
