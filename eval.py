@@ -7,7 +7,7 @@ import argparse
 import os
 from pathlib import Path
 
-# First, because the package silences harmless warnings of the others
+# This package comes first: it silences harmless warnings of the packages below
 from resnet_cifar10 import checkpoint, data, report, runtime
 from resnet_cifar10.evaluation import accuracy_line, accuracy_of, confusion_matrix
 from resnet_cifar10.runtime import fail, fail_together

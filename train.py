@@ -8,11 +8,10 @@ python train.py --dummy --epochs 2
 import argparse
 import math
 import os
-import signal
 import time
 from pathlib import Path
 
-# First, because the package silences harmless warnings of the others
+# This package comes first: it silences harmless warnings of the packages below
 from resnet_cifar10 import checkpoint, cuda_graphs, data, evaluation, internals, metrics, runtime
 from resnet_cifar10.runtime import fail
 
@@ -28,7 +27,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torchvision.models import resnet18
 from tqdm import tqdm
 
-PRECISIONS = {  # of each plugin, the default first
+PRECISIONS = {  # that each plugin supports; the first is its default
     "torch_ddp": ("fp32",),
     "torch_ddp_fp16": ("fp16",),
     "low_level_zero": ("fp16", "bf16", "fp32"),
@@ -41,29 +40,29 @@ def parse_args() -> argparse.Namespace:
         description="Train ResNet-18 on CIFAR-10 with ColossalAI's Booster.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.error = fail  # one line, once per node
+    parser.error = fail  # print errors as one line, once per node
     add = parser.add_argument
     add("-p", "--plugin", default="torch_ddp", choices=PRECISIONS, help="how to distribute the training")
-    add("--precision", choices=("fp32", "fp16", "bf16"), help="of low_level_zero or gemini; default: fp16")
-    add("-r", "--resume", metavar="EPOCH", default="-1", help="epoch to resume from, or latest; -1: new run")
+    add("--precision", choices=("fp32", "fp16", "bf16"), help="for low_level_zero and gemini; if not given, fp16")
+    add("-r", "--resume", metavar="EPOCH", default="-1", help="epoch to resume from, or latest; -1: start a new run")
     add("-c", "--checkpoint", type=Path, default="./checkpoint", help="folder for checkpoints")
     add("-i", "--interval", type=int, default=5, help="save every N epochs and after the last; 0: never")
     add("--eval_interval", type=int, default=0, help="also evaluate every N epochs; 0: after the last only")
-    add("--target_acc", type=float, help="fail if the last accuracy, in (0, 1], is below this")
+    add("--target_acc", type=float, help="fail if the final accuracy is below this; 0.84 is 84 %%")
     add("--log_dir", type=Path, help="folder for metrics.jsonl and TensorBoard")
     add("--epochs", type=int, default=80, help="total epochs, including resumed ones")
     add("--batch_size", type=int, default=100, help="images per process and step")
     add("--lr", type=float, default=1e-3, help="learning rate for one process; multiplied by the world size")
-    add("--seed", type=int, default=1024, help="for weights, order and augmentation")
-    add("--dummy", action="store_true", help="train on generated images, without a download")
-    add("--eager", action="store_true", help="no CUDA graph; ColossalAI's own steps")
+    add("--seed", type=int, default=1024, help="random seed of weights, data order and augmentation")
+    add("--dummy", action="store_true", help="train on generated images; otherwise on the data in $DATA or ./data")
+    add("--eager", action="store_true", help="do not use a CUDA graph")
     args = parser.parse_args()
     precisions = PRECISIONS[args.plugin]
     args.precision = args.precision or precisions[0]
     for is_wrong, message in (
         (args.precision not in precisions, f"-p {args.plugin} takes --precision {' or '.join(precisions)} only"),
         (min(args.interval, args.eval_interval) < 0, "--interval and --eval_interval must be 0 or above"),
-        (args.target_acc is not None and not 0 < args.target_acc <= 1, "--target_acc: 84 % is written as 0.84"),
+        (not 0 < (args.target_acc or 1) <= 1, "--target_acc must be in (0, 1]: 0.84 is 84 %"),
         (args.epochs < 1, "--epochs must be 1 or above"),
         (args.batch_size < 2, "--batch_size must be 2 or above: BatchNorm needs two images"),
         (not 0 < args.lr <= 1, "--lr must be above 0, and 1 at most"),
@@ -75,13 +74,13 @@ def parse_args() -> argparse.Namespace:
 
 
 def make_booster(plugin: str, precision: str) -> Booster:
-    """Everything that depends on the plugin."""
-    if plugin == "low_level_zero":
-        # overlap_communication waits for the GPU, which a CUDA graph cannot contain
+    """Make the plugin and its Booster."""
+    if plugin == "low_level_zero":  # ZeRO stage 1: each process has a shard of the optimizer state
+        # overlap_communication synchronizes with the GPU, which is not allowed in a CUDA graph
         options = dict(initial_scale=2**5, overlap_communication=False)
         return Booster(plugin=LowLevelZeroPlugin(precision=precision, **options))
-    if plugin == "gemini":
-        # Async reduction waits for another stream in each step. A model of one chunk gains nothing from it.
+    if plugin == "gemini":  # weights, gradients and optimizer state in chunks, which can be sharded
+        # enable_async_reduce synchronizes streams in each step. It does not help a model that fits in one chunk.
         options = dict(initial_scale=2**5, enable_async_reduce=False)
         return Booster(plugin=GeminiPlugin(precision=precision, **options))
     # One bucket for all gradients. BatchNorm statistics are averaged after each epoch, not broadcast in each step.
@@ -97,7 +96,7 @@ def train_epoch(train_loader, forward_backward, optimizer, description: str) -> 
             loss = forward_backward(index)
             optimizer.step()
             optimizer.zero_grad()
-            loss_sum += loss
+            loss_sum += loss  # before the next step overwrites it
             if step % 50 == 0:  # not in each step: item() waits for the GPU
                 progress.set_postfix(loss=f"{loss.item():.4f}")
     dist.all_reduce(loss_sum)
@@ -122,7 +121,7 @@ def main() -> None:
     # Plugin and Booster
     booster = make_booster(args.plugin, args.precision)
 
-    # Data: all images are on the device; the loader shards and shuffles their indices
+    # Data: all images are on the device; the loader shuffles and shards their indices
     root = None if args.dummy else Path(os.environ.get("DATA", "./data"))
     train_split, test_split = data.load(root, device)
     train_set = data.TrainingSet(*train_split, args.seed)
@@ -137,12 +136,11 @@ def main() -> None:
     criterion = torch.nn.CrossEntropyLoss()
     lr = args.lr * coordinator.world_size
     if on_gpu:
-        with runtime.explain_kernel_errors():
+        with runtime.compiling_kernels():
             optimizer = HybridAdam(model.parameters(), lr=lr)
-    else:
-        optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    else:  # the same algorithm; ColossalAI has no kernel for CPUs
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
     lr_scheduler = MultiStepLR(optimizer, milestones=[20, 40, 60, 80], gamma=1 / 3)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the run at once, without a traceback
 
     # Boost
     cuda_graphs.use_side_stream()
@@ -154,7 +152,7 @@ def main() -> None:
         booster.backward(loss, optimizer)
         return loss.detach()
 
-    if on_gpu and not args.eager:  # launch the kernels of a step all at once
+    if on_gpu and not args.eager:  # one launch for all kernels of forward and backward
         forward_backward = cuda_graphs.capture(forward_backward, args.batch_size, model, optimizer)
 
     # Resume
@@ -190,19 +188,19 @@ def main() -> None:
             }
         )
         coordinator.print_on_master(metrics.epoch_line(history[-1], args.epochs))
-        log(history[-1])  # before it is saved, so that the log has every epoch to resume from
+        log(history[-1])  # first, so that every saved epoch is in the log
         lr_scheduler.step()
         if args.interval and (is_last or epoch % args.interval == 0):
             checkpoint.save(booster, model, optimizer, lr_scheduler, args.checkpoint, epoch)
 
     # Accuracy
-    if not history:  # the resumed epoch was the last
+    if not history:  # the checkpoint was of the last epoch
         accuracy = evaluation.evaluate(model, *test_split)
     coordinator.print_on_master(metrics.summary_line(history, time.perf_counter() - run_start))
     coordinator.print_on_master(evaluation.accuracy_line(accuracy))
     if args.target_acc and accuracy < args.target_acc:
         fail(f"the accuracy, {accuracy:.4f}, is below --target_acc {args.target_acc}")
-    cuda_graphs.reset()
+    cuda_graphs.reset()  # first: a graph can hold collectives of the process group
     runtime.shut_down()
 
 

@@ -1,4 +1,4 @@
-"""What train.py and eval.py share. Import it before PyTorch and ColossalAI: it silences harmless warnings."""
+"""Code that train.py and eval.py share. Import it before PyTorch and ColossalAI: it silences harmless warnings."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ for category, message in (
 ):
     warnings.filterwarnings("ignore", message=message, category=category)
 
-# ColossalAI imports bitsandbytes, which lacks a kernel for 4-bit numbers
+# ColossalAI imports bitsandbytes, which warns that a 4-bit kernel is missing
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: "gemm_4bit_forward" not in record.getMessage()
 )

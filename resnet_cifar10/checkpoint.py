@@ -1,5 +1,6 @@
-"""Checkpoints: one folder, four files per epoch, written whole or not at all, and checked before they are loaded."""
+"""Save and load checkpoints: four files per epoch, written whole or not at all, and checked before they are loaded."""
 
+import os
 import re
 import shutil
 import socket
@@ -17,10 +18,6 @@ MODEL, OPTIMIZER, LR_SCHEDULER = BOOSTER_PARTS = ("model", "optimizer", "lr_sche
 STATE = "state"
 """The loss scale. Checkpoints of other programs lack this file, and load without it."""
 PARTS = (*BOOSTER_PARTS, STATE)
-NUMBERS = {  # the epoch first
-    LR_SCHEDULER: ("last_epoch", "_step_count", "base_lrs", "_last_lr"),
-    STATE: ("epoch", "loss_scale", "growth_step", "hysteresis_step"),
-}
 
 
 def path_of(folder: Path, part: str, epoch: int) -> Path:
@@ -30,7 +27,8 @@ def path_of(folder: Path, part: str, epoch: int) -> Path:
 
 def epochs(folder: Path, parts: tuple[str, ...] = PARTS) -> list[int]:
     """The epochs for which ``folder`` has the files of all ``parts``, in order."""
-    names = (re.fullmatch(r"model_([1-9]\d*)\.pth", path.name) for path in folder.glob("model_*.pth"))
+    there = os.listdir(folder) if folder.exists() else []
+    names = (re.fullmatch(r"model_([1-9]\d*)\.pth", name) for name in there)
     found = (int(name[1]) for name in names if name)
     return sorted(epoch for epoch in found if all(path_of(folder, part, epoch).is_file() for part in parts))
 
@@ -70,7 +68,7 @@ def resume_epoch(folder: Path, asked: str, last_epoch: int) -> int:
 
     Args:
         asked: an epoch, "latest" (of the checkpoints that rank 0 sees), or "-1" for a new run.
-        last_epoch: the highest epoch that makes sense.
+        last_epoch: the last epoch of this run.
 
     Raises:
         SystemExit: a process does not see the checkpoint, or its epoch is beyond ``last_epoch``.
@@ -78,9 +76,11 @@ def resume_epoch(folder: Path, asked: str, last_epoch: int) -> int:
     if asked == "-1":
         return 0
     if asked == "latest":
-        latest = [max(epochs(folder), default=0)]
-        if dist.get_rank() == 0:
-            print(f"resuming from epoch {latest[0]}" if latest[0] else f"no checkpoint in {folder}: starting a new run")
+        latest = [0]
+        with fail_together():
+            if dist.get_rank() == 0:
+                latest = [max(epochs(folder), default=0)]
+                print(f"resuming from epoch {latest[0]}" if latest[0] else f"no checkpoint in {folder}: new run")
         dist.broadcast_object_list(latest)
         asked = str(latest[0])
         if asked == "0":
@@ -92,7 +92,7 @@ def resume_epoch(folder: Path, asked: str, last_epoch: int) -> int:
     return epoch
 
 
-# A file can hold anything: what is read is compared with the model and the optimizer at hand before it is used.
+# Files are not trusted: their content is compared with the model and the optimizer before it is used.
 
 
 def _check(found, like, name: str = "") -> None:
@@ -111,12 +111,12 @@ def _check(found, like, name: str = "") -> None:
     if found.layout != torch.strided or found.is_meta or found.is_complex():
         raise ValueError(f"{name} is not a plain tensor")
     if found.is_floating_point() < like.is_floating_point() or not found.isfinite().all():
-        raise ValueError(f"{name} is not of finite {like.dtype} numbers")
+        raise ValueError(f"{name} has NaN, infinite or other values than {like.dtype}")
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[dict]:
-    """Yield the content of a file, and turn what its checks raise into a ValueError that names it."""
+    """Yield the content of a file. An error in the block becomes a ValueError that names the file."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -130,9 +130,9 @@ def _reading(path: Path) -> Iterator[dict]:
 
 
 def read_model(folder: Path, epoch: int, model: nn.Module) -> dict[str, Tensor]:
-    """Read weights that fit ``model``, which is not wrapped by the Booster, to the CPU.
+    """Read weights for ``model``, which is not wrapped by the Booster, to the CPU.
 
-    Weights that DDP or torch.compile has named, or that are nested under "state_dict" or "model", also fit.
+    The names can have the prefixes of DDP and torch.compile. The weights can be nested in "state_dict" or "model".
 
     Raises:
         ValueError: they cannot be read or do not fit; the message names the file.
@@ -147,44 +147,68 @@ def read_model(folder: Path, epoch: int, model: nn.Module) -> dict[str, Tensor]:
 
 
 def read_optimizer(folder: Path, epoch: int, model: nn.Module, optimizer) -> dict:
-    """Read a state that fits ``optimizer``, any of the Adam family with one group of all parameters of ``model``.
+    """Read a state that fits ``optimizer``, which has the parameters of ``model``.
 
     Returns:
-        What ``optimizer.load_state_dict`` takes: learning rate, betas and the like as saved, other options as they are.
+        An argument for ``optimizer.load_state_dict``. Learning rate, betas and other numbers are those of the file, all
+        other options are those of ``optimizer``.
 
     Raises:
         ValueError: it cannot be read or does not fit; the message names the file.
     """
     with _reading(path_of(folder, OPTIMIZER, epoch)) as content:
-        (saved,), (group,) = content["param_groups"], optimizer.param_groups
-        parameters = dict(enumerate(model.parameters()))
-        _check(saved["params"], list(parameters), "params")
-        like = {number: {"step": 0, "exp_avg": p, "exp_avg_sq": p} for number, p in parameters.items()}
-        _check(content["state"], like)
-        # torch.optim wants a float tensor, Gemini an integer tensor; HybridAdam takes both kinds of integers
-        dtype = torch.int64 if "bias_correction" in group else torch.float32
-        for values in content["state"].values():
-            values["step"] = torch.tensor(int(values["step"]), dtype=dtype)
-        like = {name: value for name, value in group.items() if isinstance(value, (float, tuple))}
-        options = {name: saved[name] for name in like}
-        _check(options, like)
-        return {"state": content["state"], "param_groups": [{**group, **options, "params": list(parameters)}]}
+        groups, saved = optimizer.param_groups, content["param_groups"]
+        if len(saved) != len(groups):
+            raise ValueError(f"{len(saved)} parameter groups, not {len(groups)}")
+        parameters = list(model.parameters()) if len(groups) == 1 else [p for group in groups for p in group["params"]]
+        _check([number for group in saved for number in group["params"]], list(range(len(parameters))), "params")
+        for number, values in content["state"].items():
+            if number not in range(len(parameters)):
+                raise ValueError(f"unexpected: {number}")
+            for name, value in values.items():
+                if value is None:  # SGD's momentum before the first step
+                    continue
+                like = parameters[number] if len(groups) == 1 and torch.as_tensor(value).dim() else value
+                _check(value, like, f"{number}.{name}")
+            if "step" in values:  # torch.optim needs a float tensor, Gemini an integer tensor; HybridAdam takes that
+                dtype = torch.int64 if "bias_correction" in groups[0] else torch.float32
+                values["step"] = torch.tensor(int(values["step"]), dtype=dtype)
+        merged = []
+        for group, old in zip(groups, saved):
+            options = {name: type(now)(old[name]) for name, now in group.items() if isinstance(now, (float, tuple))}
+            _check(options, {name: group[name] for name in options})
+            merged.append({**group, **options, "params": old["params"]})
+        return {"state": content["state"], "param_groups": merged}
 
 
-def read_numbers(folder: Path, part: str, epoch: int) -> dict:
-    """Read the numbers of the learning rate scheduler or of the state.
+def read_lr_scheduler(folder: Path, epoch: int, lr_scheduler) -> dict:
+    """Read a state that fits ``lr_scheduler``. Entries that it does not have are left out.
 
     Raises:
-        ValueError: they cannot be read, are not there or of another epoch; the message names the file.
+        ValueError: it cannot be read or does not fit; the message names the file.
     """
-    with _reading(path_of(folder, part, epoch)) as content:
-        numbers = {name: content[name] for name in NUMBERS[part]}
-        for name, number in numbers.items():
-            _check(number, [0] if isinstance(number, list) else 0, name)
-        of_epoch = next(iter(numbers.values()))
-        if of_epoch != epoch:
-            raise ValueError(f"it is of epoch {of_epoch}")
-        return numbers
+    with _reading(path_of(folder, LR_SCHEDULER, epoch)) as content:
+        now = lr_scheduler.state_dict()
+        state = {name: content[name] for name in now if name in content or name == "last_epoch"}
+        for name, found in state.items():
+            if name in ("last_epoch", "_step_count", "base_lrs", "_last_lr"):
+                _check(found, now[name], name)
+            elif type(found) is not type(now[name]):
+                raise ValueError(f"{name} is of type {type(found).__name__}, not {type(now[name]).__name__}")
+        return state
+
+
+def read_state(folder: Path, epoch: int) -> dict:
+    """Read the loss scale and its counters.
+
+    Raises:
+        ValueError: they cannot be read, or are of another epoch; the message names the file.
+    """
+    with _reading(path_of(folder, STATE, epoch)) as content:
+        _check(content, {"epoch": 0, "loss_scale": 0, "growth_step": 0, "hysteresis_step": 0})
+        if content["epoch"] != epoch:
+            raise ValueError(f"it belongs to epoch {content['epoch']}")
+        return content
 
 
 @contextmanager
@@ -198,12 +222,12 @@ def _saving(path: Path) -> Iterator[None]:
 
 
 def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> None:
-    """Save what the Booster has boosted. Every process calls this: ZeRO and Gemini gather their shards.
+    """Save a boosted model, optimizer and learning rate scheduler. Every process calls this, to gather shards.
 
-    The files get their names after all of them are on the disk. If saving fails, the run ends with one line. If the
-    process is killed, the epoch stays as it was, is complete, or lacks its state file.
+    If saving fails, the run ends with one line. If the process is killed, the old checkpoint remains, the new one is
+    complete, or its state file is missing.
     """
-    from resnet_cifar10.internals import gather_masters, loss_scaling
+    from resnet_cifar10.internals import full_precision, gather_masters, loss_scaling
 
     is_master = dist.get_rank() == 0
     final = {part: path_of(folder, part, epoch) for part in PARTS}
@@ -215,7 +239,8 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
                 (folder / ".new").mkdir()
         with _saving(final[MODEL]):
             masters = gather_masters(model, optimizer)
-            booster.save_model(model, str(new[MODEL]))
+            with full_precision(model):
+                booster.save_model(model, str(new[MODEL]))
             if is_master:
                 weights = {**torch.load(new[MODEL], weights_only=True), **masters}
                 torch.save({name: x.float() if x.is_floating_point() else x for name, x in weights.items()}, new[MODEL])
@@ -240,15 +265,15 @@ def _rename(new: dict[str, Path], final: dict[str, Path]) -> None:
             raise OSError(f"cannot save {path}: a folder is in the way")
     for part in PARTS:
         flush(new[part])
-    for part in reversed(PARTS):  # no old file may be taken for one of these
+    for part in reversed(PARTS):  # first, so that old and new files never mix
         final[part].unlink(missing_ok=True)
-    for part in PARTS:  # the state last: a checkpoint that has it is complete
+    for part in PARTS:  # the state last: with it, a checkpoint is complete
         new[part].replace(final[part])
     flush(final[STATE].parent)
 
 
 def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> None:
-    """Load a checkpoint of any plugin and number of processes into what the Booster has boosted.
+    """Load a checkpoint of any plugin and world size into a boosted model, optimizer and learning rate scheduler.
 
     Every process calls this. Every file is checked before anything changes. If one does not fit, the run ends with one
     line.
@@ -259,9 +284,9 @@ def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     with fail_together():
         weights = read_model(folder, epoch, model.unwrap())
         optimizer_state = read_optimizer(folder, epoch, model.unwrap(), optimizer)
-        lr_scheduler_state = read_numbers(folder, LR_SCHEDULER, epoch)
+        lr_scheduler_state = read_lr_scheduler(folder, epoch, lr_scheduler)
         if state_path.exists():
-            state = read_numbers(folder, STATE, epoch)
+            state = read_state(folder, epoch)
 
     # The Booster's functions would read the files again, without the checks
     load_weights(model, optimizer, weights)

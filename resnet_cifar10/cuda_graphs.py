@@ -9,12 +9,12 @@ from resnet_cifar10.runtime import fail
 import torch
 from torch import Tensor
 
-WARMUP_STEPS = 11  # PyTorch's notes on CUDA graphs ask for these under DDP
+WARMUP_STEPS = 11  # PyTorch's notes on CUDA graphs require these for DDP
 _graphs = []
 
 
 def use_side_stream() -> None:
-    """Leave the default stream, which cannot be captured, on a GPU. Call it before DDP and autograd are set up."""
+    """On a GPU, switch to a new stream, because the default stream cannot be captured. Call it before boost."""
     if torch.cuda.is_available():
         torch.cuda.set_stream(torch.cuda.Stream())
 
@@ -22,16 +22,16 @@ def use_side_stream() -> None:
 def capture(step: Callable[[Tensor], Tensor], batch_size: int, model, optimizer) -> Callable[[Tensor], Tensor]:
     """Capture ``step``, a forward and backward pass of a model that the Booster has wrapped.
 
-    Every process calls this. Weights, statistics, the optimizer and random state do not change. A process that cannot
-    capture ends the run with one line.
+    Every process calls this. Weights, statistics, the optimizer and random state do not change. If the
+    capture fails in any process, the run ends with one line.
 
-    A replay runs the captured kernels with other numbers. Python code in ``step`` does not run again, and gradients do
+    A replay runs the captured kernels on new data. Python code in ``step`` does not run again, and gradients do
     not accumulate.
 
     Args:
         step: computes the loss of a batch, calls ``booster.backward`` and returns the loss. Its argument has the
             indices of the images, int64 of shape (B,).
-        batch_size: B, in each step.
+        batch_size: B, the same in each step.
         model: left in training mode; its parameters must stay where they are.
         optimizer: its ``step()`` and ``zero_grad()`` follow each replay, as they would follow ``step``.
 
@@ -64,7 +64,7 @@ def capture(step: Callable[[Tensor], Tensor], batch_size: int, model, optimizer)
         buffer.copy_(before)
 
     def replay(index: Tensor) -> Tensor:
-        assert index.shape == static_index.shape, f"{len(index)} images for a graph of {len(static_index)}"
+        assert index.shape == static_index.shape, f"the CUDA graph needs {len(static_index)} images, not {len(index)}"
         static_index.copy_(index, non_blocking=True)
         prepare()
         graph.replay()

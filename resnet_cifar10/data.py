@@ -27,6 +27,8 @@ CLASSES = 10
 SIZE = 32
 """Height and width of an image, in pixels."""
 PADDING = 4
+STALLED_SECONDS = 60
+"""A download that gets no data for so long has failed."""
 
 
 def load(root: Path | None, device: torch.device) -> list[Split]:
@@ -35,7 +37,7 @@ def load(root: Path | None, device: torch.device) -> list[Split]:
     Every process calls this; for ``root`` see :func:`load_split`.
 
     Raises:
-        SystemExit: in every process; they cannot be read or downloaded.
+        SystemExit: in every process; reading or downloading them fails.
     """
     # A download can take longer than the collectives of the default process group wait
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))
@@ -52,7 +54,7 @@ def _cifar10_root(root: Path) -> Path:
 
 
 def download_if_absent(root: Path | None) -> None:
-    """Download CIFAR-10 to ``root``, unless that has it or an image folder, or is None.
+    """Download CIFAR-10 to ``root``. Do nothing if ``root`` is None or has CIFAR-10 or an image folder.
 
     Raises:
         ValueError: it is not there and cannot be downloaded.
@@ -67,7 +69,7 @@ def download_if_absent(root: Path | None) -> None:
     except (RuntimeError, OSError):  # RuntimeError: not there, or damaged
         print(f"downloading CIFAR-10 (163 MiB) to {root.absolute()}", flush=True)
     before, failed = socket.getdefaulttimeout(), (RuntimeError, OSError, HTTPException, ValueError)
-    socket.setdefaulttimeout(60)  # seconds without any data
+    socket.setdefaulttimeout(STALLED_SECONDS)
     try:
         CIFAR10(root, download=True)
     except failed as error:
@@ -176,8 +178,8 @@ def to_float(images: Tensor) -> Tensor:
 def flip_and_crop(padded: Tensor, index: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
     """Gather images, and flip and crop each one.
 
-    For the same flips and offsets, every bit is that of torchvision's ``Pad(4)``, ``RandomHorizontalFlip``,
-    ``RandomCrop(32)`` and ``ToTensor``.
+    The result is bit-identical to torchvision's ``Pad(4)``, ``RandomHorizontalFlip``, ``RandomCrop(32)`` and
+    ``ToTensor`` with the same flips and offsets.
 
     Args:
         padded: all images with their padding, uint8 of shape (N, 3, 40, 40).
@@ -203,8 +205,8 @@ def flip_and_crop(padded: Tensor, index: Tensor, top: Tensor, left: Tensor, flip
 class TrainingSet(Dataset):
     """Training images on a device. Its loader yields the indices of a batch, and :meth:`batch` makes the batch.
 
-    Each epoch has a flip and a crop for every image, which depend on ``seed`` and the epoch only. Any number of
-    processes can so repeat any epoch. Call :meth:`set_epoch` before the first batch of each epoch.
+    Each epoch has a flip and a crop for every image. They depend on ``seed`` and the epoch, and not on the number of
+    processes. Call :meth:`set_epoch` before the first batch of each epoch.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, seed: int) -> None:

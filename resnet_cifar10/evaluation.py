@@ -9,16 +9,18 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 BATCH_SIZE = 500
-"""Images in a batch, at most."""
+"""The maximum batch size."""
 
 
 @torch.no_grad()
 def average_batch_norm_statistics(model: nn.Module) -> None:
     """Replace the running means and variances of every BatchNorm by their averages over all processes.
 
-    Without SyncBatchNorm, each process has its own. To save or evaluate one model, all must have the same.
+    Without SyncBatchNorm, each process has its own statistics. To save or evaluate one model, they must be equal.
     """
     statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if not statistics:
+        return
     flat = parameters_to_vector(buffer.float() for buffer in statistics)
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
@@ -31,8 +33,8 @@ def confusion_matrix(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor
     """Count the predictions of ``model`` for each class. Each image counts once.
 
     If there is a process group, every process must call this with the same images. They share the batches, and all
-    return the same numbers. Padding, with the label -1, gives every process the same number of batches of one size: DDP
-    and Gemini communicate in forward, and the logits of an image can depend on the size of its batch.
+    return the same numbers. The images are padded, with the label -1, so that every process has as many batches, and
+    all batches have one size: DDP and Gemini communicate in forward, and logits can depend on the batch size.
 
     Args:
         model: takes float32 images of shape (B, 3, 32, 32) in [0, 1] and returns logits of shape (B, 10). It is left in

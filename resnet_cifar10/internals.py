@@ -1,6 +1,8 @@
-"""Uses and replaces private parts of ColossalAI 0.5.0. The results stay the same."""
+"""Private parts of ColossalAI 0.5.0 that are used or replaced. The results stay the same."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,7 @@ def _grad_scaler(optimizer):
 
 
 def loss_scaling(optimizer) -> dict:
-    """The loss scale and the steps until its next change; all 0 if the loss is not scaled."""
+    """The loss scale and the steps until its next change; all 0 without loss scaling."""
     scaler = getattr(optimizer, "scaler", None)
     if scaler is not None:  # PyTorch's
         numbers = scaler.state_dict()
@@ -44,7 +46,7 @@ def loss_scaling(optimizer) -> dict:
 
 
 def set_loss_scaling(optimizer, state: dict) -> None:
-    """Continue with a result of :func:`loss_scaling`, if both runs have a loss scale."""
+    """Restore a result of :func:`loss_scaling`, if both runs scale the loss."""
     if not state["loss_scale"]:
         return
     steps, scaler = int(state["growth_step"]), getattr(optimizer, "scaler", None)
@@ -73,9 +75,15 @@ def gather_masters(model, optimizer) -> dict[str, Tensor]:
     return weights
 
 
+def full_precision(model):
+    """A context in which Gemini gathers and scatters the fp32 weights of a sharded model without rounding them."""
+    return patch.object(model, "mixed_precision", torch.float32) if isinstance(model, GeminiDDP) else nullcontext()
+
+
 def load_weights(model, optimizer, weights: dict[str, Tensor]) -> None:
     """Load fp32 weights into the model and, for ZeRO and Gemini, into the fp32 weights of the optimizer."""
-    (model if isinstance(model, GeminiDDP) else model.unwrap()).load_state_dict(weights)
+    with full_precision(model):
+        (model if isinstance(model, GeminiDDP) else model.unwrap()).load_state_dict(weights)
     for name, (weight, shard) in _zero_masters(model, optimizer).items():
         padded = pad(weights[name].flatten(), (0, shard.numel() * dist.get_world_size() - weight.numel()))
         shard.copy_(padded.chunk(dist.get_world_size())[dist.get_rank()].view_as(shard))
@@ -87,7 +95,7 @@ def make_capturable(optimizer) -> Callable[[], None]:
     - Loss scale: ColossalAI multiplies the loss by ``scale.item()``, which would be a constant in a graph. Instead, the
       graph reads a number on the GPU, and the scale is updated on the CPU.
     - ZeRO: see :func:`_fuse_step`.
-    - Gemini: each process checks for an overflow alone. All have the same gradients, because no weights are sharded.
+    - Gemini: each process checks for an overflow by itself. Without sharding, all have the same gradients.
 
     PyTorch's GradScaler needs no change.
 
@@ -154,14 +162,14 @@ def _fuse_step(optimizer: LowLevelZeroOptimizer) -> None:
     sizes = [weight.numel() for weight in padded]
     shard_sizes = [master.numel() for master in masters]
 
-    # Gradients: a padded part per parameter; in fp32, the shards of this process
+    # One buffer for all gradients, with padding, and one for the fp32 gradients of this process's shards
     grads = torch.empty(sum(sizes), dtype=optimizer.dtype, device=masters[0].device)
     grad_views = [part[: weight.numel()].view_as(weight) for part, weight in zip(grads.split(sizes), working)]
     shards = [part.chunk(world_size)[rank] for part in grads.split(sizes)]
     master_grads, is_finite = torch.empty(sum(shard_sizes), device=grads.device), grads.new_empty((), dtype=torch.bool)
     master_grad_views = master_grads.split(shard_sizes)
 
-    # Weights, in the memory of the gradients: the shards of rank 0, of rank 1, ...
+    # The first buffer is also used for the gathered weights: the shards of rank 0, of rank 1, ...
     gathered = grads.chunk(world_size)
     gathered_shards = [shard for part in gathered for shard in part.split(shard_sizes)]
     working_shards = [weight.chunk(world_size)[number] for number in range(world_size) for weight in padded]

@@ -8,7 +8,7 @@ The metrics of an epoch are a dict. A value that was not measured or does not ex
 - accuracy: on the test images, in [0, 1];
 - images_per_second: of all processes, while training;
 - seconds: of training;
-- loss_scale: after the epoch, in fp16;
+- loss_scale: at the end of the epoch, in fp16;
 - peak_memory_mib: the most memory that the process has allocated on its GPU so far.
 """
 

@@ -1,7 +1,8 @@
-"""How a run starts, fails and ends, and how its files are written."""
+"""Launch, errors, shutdown, and writing files."""
 
 import fcntl
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -31,7 +32,7 @@ def fail(message: object) -> NoReturn:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # The launcher kills all processes when the first one exits: let local rank 0 print first
-        time.sleep(10)
+        time.sleep(30)
     sys.exit("error: " + " ".join(str(message).split()))
 
 
@@ -78,11 +79,12 @@ def _write(stream, method: Callable, *args) -> int:
 
 
 def prepare_launch(plugin: str) -> None:
-    """Check launcher and devices, and let ``python train.py`` and machines without a GPU work. Call it before launch.
+    """Check the launcher and the GPUs. Set what a plain ``python train.py``, or a machine without a GPU, needs.
 
     Raises:
         SystemExit: a launcher variable is missing, or there are too few GPUs.
     """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once, without a traceback
     survive_closed_streams()
     if "RANK" not in os.environ:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -99,12 +101,13 @@ def prepare_launch(plugin: str) -> None:
     if gpus == 0:  # TorchDDPPlugin converts to SyncBatchNorm, which needs a GPU
         torch.nn.SyncBatchNorm.convert_sync_batchnorm = lambda module, process_group=None: module
 
-    timer = threading.Timer(10, _report_waiting)
+    timer = threading.Timer(10, report_waiting)
     timer.daemon = True
     timer.start()
 
 
-def _report_waiting() -> None:
+def report_waiting() -> None:
+    """Print a line if the process group is not there yet."""
     if not dist.is_initialized() and os.environ["LOCAL_RANK"] == "0":
         env = os.environ
         print(
@@ -122,15 +125,18 @@ def environment() -> str:
 
 
 @contextmanager
-def explain_kernel_errors() -> Iterator[None]:
+def compiling_kernels() -> Iterator[None]:
     """End the run with one line if HybridAdam's CUDA kernels cannot be compiled in the block."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C must release the lock of the compilation
     try:
         yield
-    except Exception as error:  # ColossalAI raises many kinds
+    except Exception as error:  # ColossalAI raises different exceptions
         fail(
             f"HybridAdam cannot compile its CUDA kernels: {error} Install the CUDA toolkit of the version PyTorch was "
             "built with, and set CUDA_HOME to the folder that holds its bin/nvcc."
         )
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def shut_down() -> None:
@@ -161,8 +167,8 @@ def make_folders(*folders: Path | None, exclusive: bool = False) -> None:
         for folder in set(folders) - {None}:
             if os.environ.get("RANK", "0") != "0":
                 return
-            refuse_dangling_link(folder)
             try:
+                refuse_dangling_link(folder)
                 folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
                 if exclusive:
@@ -175,7 +181,7 @@ def make_folders(*folders: Path | None, exclusive: bool = False) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Write a file, or the names in a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

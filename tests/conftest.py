@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
-from resnet_cifar10.checkpoint import PARTS, read_model, read_numbers, read_optimizer
+from resnet_cifar10.checkpoint import PARTS, read_lr_scheduler, read_model, read_optimizer, read_state
 
 import fork_server
 import psutil
@@ -170,7 +170,10 @@ def read(folder: Path, part: str, epoch: int) -> dict:
         return read_model(folder, epoch, model)
     if part == "optimizer":
         return read_optimizer(folder, epoch, model, torch.optim.Adam(model.parameters()))
-    return read_numbers(folder, part, epoch)
+    if part == "lr_scheduler":
+        optimizer = torch.optim.Adam(model.parameters())
+        return read_lr_scheduler(folder, epoch, torch.optim.lr_scheduler.MultiStepLR(optimizer, [20]))
+    return read_state(folder, epoch)
 
 
 @pytest.fixture(scope="session")

@@ -37,15 +37,23 @@ class CPUAdamOptimizer:
         param.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
 
 
+def close_chunk(chunk, plain=Chunk.close_chunk) -> None:
+    """Shard a chunk as on a GPU: a shard on a CPU counts as offloaded."""
+    chunk.shard_device, chunk.pin_memory = SimpleNamespace(type="cuda"), False
+    plain(chunk)
+
+
 def stand_in_for_a_gpu() -> None:
     streams = {name: Mock() for name in ("Stream", "current_stream", "synchronize", "empty_cache")}
     patch.multiple(CpuAccelerator, device_count=lambda _: 1, stream=lambda *_: nullcontext(), **streams).start()
     patch.object(LowLevelZeroOptimizer, "_sanity_checks").start()
     patch.object(Chunk, "device_type", "cuda").start()
+    patch.object(Chunk, "shard_move").start()
+    patch.object(Chunk, "close_chunk", close_chunk).start()
     patch.object(CPUAdamLoader, "load", lambda _: SimpleNamespace(CPUAdamOptimizer=CPUAdamOptimizer)).start()
     prepare_launch = runtime.prepare_launch
     patch.object(runtime, "prepare_launch", lambda plugin: prepare_launch("torch_ddp")).start()
-    patch.object(torch.optim, "Adam", HybridAdam).start()
+    patch.object(torch.optim, "AdamW", HybridAdam).start()
 
 
 if __name__ == "__main__":

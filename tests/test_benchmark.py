@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -29,3 +30,17 @@ def test_scaling_starts_from_one_process():
     assert len(rates) == 2 and re.findall(r"(\d) process\(es\), this", output) == ["1", "4"]
     assert abs(efficiency - 100 * rates[1] / rates[0] / 4) < 5 + 100 / min(rates)
     assert re.findall(r"optimizer state (\S+) MiB", output) == ["85.3", "85.3"]  # two fp32 numbers a parameter
+
+
+def test_a_table_of_accuracies(tmp_path):
+    """Of runs that have ended; the one that has not is left out."""
+    for seed, accuracy in enumerate((0.83, 0.85, None)):
+        run = tmp_path / "gemini" / str(seed)
+        run.mkdir(parents=True)
+        metrics = {"seconds": 2.0, "peak_memory_mib": 100 + seed, "accuracy": None}
+        epochs = [metrics, {**metrics, "seconds": 1.0, "accuracy": accuracy}]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(epoch) + "\n" for epoch in epochs))
+    (tmp_path / "gemini" / "1" / "eval.txt").write_text("Accuracy of the model on the test images: 84.90 %\n")
+    (tmp_path / "torch_ddp").mkdir()
+    lines = launch(None, "benchmarks/accuracy.py", tmp_path, "--epochs", 2).succeeded().stdout.splitlines()
+    assert lines[2:] == ["| gemini | 2 | 84.00 ± 1.41 % | 84.90 % | 83.00 % | 1.50 | 101 |"]

@@ -1,5 +1,6 @@
 """Nothing lost, nothing half written, nothing trusted."""
 
+import fcntl
 import os
 import random
 import resource
@@ -11,7 +12,7 @@ import sys
 import time
 from functools import partial
 
-from resnet_cifar10.checkpoint import PARTS, epochs
+from resnet_cifar10.checkpoint import PARTS, epochs, resolve_epochs
 
 import psutil
 import pytest
@@ -53,7 +54,7 @@ def test_checkpoints_of_the_published_example_resume_under_one_process(checkpoin
     path = checkpoint / "optimizer_3.pth"
     state = torch.load(path, weights_only=True)
     for values in state["state"].values():
-        values["step"] = torch.tensor(values["step"])
+        values["step"] = torch.tensor(int(values["step"]))
     torch.save(state, path)
     run = launch(None, *TRAIN, "--epochs", 4, "-r", 3, "-c", checkpoint, DATA=images).succeeded()
     assert (
@@ -71,7 +72,7 @@ def test_latest_is_the_newest_whole_one_or_none(checkpoint, tmp_path, images):
     run = launch(2, *TRAIN, "--epochs", 2, "-r", "latest", "-c", checkpoint, DATA=images).succeeded()
     assert "resuming from epoch 2" in run.output and "Epoch [" not in run.output
     run = launch(2, *TRAIN, "--epochs", 1, "-r", "latest", "-c", tmp_path / "empty", DATA=images).succeeded()
-    assert run.output.count("starting a new run") == 1 and "Epoch [1/1]" in run.output
+    assert run.output.count("new run") == 1 and "Epoch [1/1]" in run.output
 
 
 def test_a_save_clears_what_a_killed_one_left(checkpoint, images):
@@ -150,9 +151,7 @@ def test_another_model_and_optimizer_in_train_py_and_eval_py_alone(tmp_path, ima
     how = ("--epochs", 2, "-c", tmp_path, "-i", 1)
     scripts = {name: (ROOT / name).read_text() for name in ("train.py", "eval.py")}
     for name, script in scripts.items():
-        changed = script.replace("resnet18", "resnet34").replace(
-            "torch.optim.Adam(", "torch.optim.AdamW(amsgrad=False, params="
-        )
+        changed = script.replace("resnet18", "resnet34").replace("torch.optim.AdamW(", "torch.optim.Adam(")
         assert changed != script
         (tmp_path / name).write_text(changed)
     for resume in ("-1", "1"):
@@ -160,6 +159,28 @@ def test_another_model_and_optimizer_in_train_py_and_eval_py_alone(tmp_path, ima
     evaluated = launch(None, tmp_path / "eval.py", "-e", 2, "-c", tmp_path, DATA=images, PYTHONPATH=ROOT).succeeded()
     assert evaluated.accuracies == run.accuracies
     launch(None, "eval.py", "-e", 2, "-c", tmp_path, DATA=images).failed_with("unexpected: layer1.2.")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param("SGD(model.parameters(), lr=lr, momentum=0.9)", marks=pytest.mark.slow),
+        "Adam([{'params': [p for p in model.parameters() if p.dim() == n]} for n in (1, 2, 4)], lr=lr, amsgrad=True)",
+        pytest.param("NAdam((p.requires_grad_(p.dim() > 1) for p in model.parameters()), lr)", marks=pytest.mark.slow),
+    ],
+)
+def test_other_optimizers_resume(tmp_path, images, optimizer):
+    """With several parameter groups or frozen parameters, too."""
+    script = (ROOT / "train.py").read_text()
+    changed = script.replace("AdamW(model.parameters(), lr=lr, weight_decay=0)", optimizer)
+    assert changed != script
+    changed = changed.replace("static_graph=True", "find_unused_parameters=False")  # which refuses frozen parameters
+    (tmp_path / "train.py").write_text(changed)
+    for folder, last in (("whole", 2), ("parts", 1), ("parts", 2)):
+        how = ("--epochs", last, "-i", 1, "-r", "latest", "-c", tmp_path / folder)
+        launch(None, tmp_path / "train.py", *TRAIN[1:], *how, DATA=images, PYTHONPATH=ROOT).succeeded()
+    found = [torch.load(tmp_path / folder / "optimizer_2.pth", weights_only=True) for folder in ("whole", "parts")]
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_a_disk_that_is_full_leaves_earlier_checkpoints_alone(checkpoint, images):
@@ -284,7 +305,7 @@ def changed(content, *path_and_value):
         ("optimizer", ("param_groups", 0, "lr", float("nan"))),
         ("optimizer", ("param_groups", 0, {})),
         ("lr_scheduler", ("last_epoch", "x")),
-        ("lr_scheduler", ("last_epoch", 70)),
+        ("lr_scheduler", ("milestones", [20])),
         ("lr_scheduler", ("_last_lr", [])),
         ("state", ("loss_scale", float("nan"))),
         ("state", ("epoch", 3)),
@@ -309,6 +330,30 @@ def test_a_checkpoint_of_another_model_is_refused(checkpoint):
         ValueError, match=r"model_2.pth does not fit .*fc.weight has shape \(100, 512\), not \(10, 512\)"
     ):
         read(checkpoint, "model", 2)
+
+
+def test_weights_that_ddp_or_torch_compile_named(one_epoch):
+    plain = read(one_epoch, "model", 2)
+    for prefix, nested in (("module.", None), ("_orig_mod.module.", "state_dict"), ("", "model")):
+        named = {prefix + name: tensor for name, tensor in plain.items()}
+        torch.save({nested: named, "epoch": 2} if nested else named, one_epoch / "model_2.pth")
+        assert all(torch.equal(tensor, plain[name]) for name, tensor in read(one_epoch, "model", 2).items())
+
+
+@pytest.mark.parametrize("name", ["model_5", "model_5.safetensors", "model_5.pth"])
+def test_a_checkpoint_of_another_format_is_named(one_epoch, name):
+    (one_epoch / name).mkdir()
+    with pytest.raises(ValueError, match=f"no checkpoint of epoch 5 .* there are 2; {name} has another format"):
+        resolve_epochs(one_epoch, ["5"])
+
+
+def test_one_run_per_folder(checkpoint, images):
+    how = (2, *TRAIN, "--epochs", 3, "-r", 3, "-c", checkpoint, "--log_dir", checkpoint)
+    claim = os.open(checkpoint, os.O_RDONLY)
+    fcntl.flock(claim, fcntl.LOCK_EX)
+    launch(*how, DATA=images).failed_with(f"another run writes to {checkpoint}")
+    os.close(claim)
+    launch(*how, DATA=images).succeeded()
 
 
 def test_resuming_and_evaluating_damaged_files(checkpoint, images):

@@ -1,6 +1,7 @@
 import hashlib
 import os
 import pickle
+import socket
 from pathlib import Path
 
 from resnet_cifar10.data import (
@@ -17,7 +18,8 @@ from resnet_cifar10.evaluation import evaluate
 import numpy as np
 import pytest
 import torch
-from conftest import CLASSES
+from conftest import CLASSES, launch
+from PIL import Image
 from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
 from torchvision.transforms import Pad, ToTensor
@@ -95,8 +97,6 @@ def test_image_folder(make_images):
     images, labels = load_split(root, "train")
     assert images.shape == (60, 3, 32, 32) and images.dtype == torch.uint8
     assert labels.bincount().tolist() == [6] * 10
-    from PIL import Image
-
     expected = F.pil_to_tensor(Image.open(root / "train" / "bird" / "0001.png"))
     assert torch.equal(images[13], expected)
     assert load_split(root, "test")[0].shape == (30, 3, 32, 32)
@@ -122,8 +122,6 @@ def test_image_folder_without_test_images(make_images):
 
 
 def test_image_of_the_wrong_size(make_images):
-    from PIL import Image
-
     root = make_images()
     Image.new("RGB", (48, 32)).save(root / "train" / "cat" / "0002.png")
     with pytest.raises(ValueError, match=r"cat/0002.png is 48x32 pixels, not 32x32"):
@@ -137,6 +135,57 @@ def test_broken_image(make_images, content):
     path.write_bytes(path.read_bytes()[:400] if content is None else content)
     with pytest.raises(ValueError, match="cannot read the image .*frog/0000.png"):
         load_split(root, "test")
+
+
+@pytest.mark.parametrize("mode, suffix", [("I;16", "png"), ("I", "tiff"), ("F", "tiff")])
+def test_images_that_are_not_8_bit(make_images, mode, suffix):
+    root = make_images()
+    dtype = {"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]
+    Image.fromarray(np.full((32, 32), 0.5 if mode == "F" else 300, dtype)).save(root / "train" / "cat" / f"0.{suffix}")
+    with pytest.raises(
+        ValueError, match=rf"cannot read the image .*cat/0.{suffix}: its mode is I|F.*, which is not 8-bit"
+    ):
+        load_split(root, "train")
+
+
+def test_hidden_files_are_skipped(make_images):
+    root = make_images()
+    for name in ("._0001.png", ".DS_Store"):
+        (root / "train" / "cat" / name).write_bytes(b"no image")
+    assert load_split(root, "train")[0].shape == (60, 3, 32, 32)
+
+
+def test_a_dangling_link(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for path in (tmp_path / "link", tmp_path / "link" / "data"):
+        with pytest.raises(ValueError, match="link is a link to .*gone, which does not exist"):
+            download_if_absent(path)
+
+
+@pytest.mark.parametrize("proxy", ["not a proxy", "ftp://127.0.0.1:9", "http://127.0.0.1:9", "http://[::1"])
+def test_no_download_through_a_bad_proxy(tmp_path, monkeypatch, proxy):
+    for scheme in ("http", "https"):
+        monkeypatch.setenv(f"{scheme}_proxy", proxy)
+    with pytest.raises(ValueError, match=f"no CIFAR-10 in {tmp_path}, and it cannot be downloaded"):
+        download_if_absent(tmp_path)
+
+
+def test_a_stalled_download_ends(tmp_path, monkeypatch):
+    """A server that accepts connections and says nothing."""
+    monkeypatch.setattr("resnet_cifar10.data.STALLED_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.getsockname()[1]}/cifar-10-python.tar.gz")
+        with pytest.raises(ValueError, match="cannot be downloaded"):
+            download_if_absent(tmp_path)
+    assert socket.getdefaulttimeout() is None
+
+
+def test_a_download_can_take_longer_than_a_collective():
+    code = "import datetime, sys, time, torch.distributed as dist; from resnet_cifar10 import data\n"
+    code += "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=2))\n"
+    code += "data.download_if_absent = lambda root: time.sleep(5)\n"
+    code += "print(len(data.load(None, 'cpu')))"
+    assert launch(2, "-c", code, timeout=60).succeeded().stdout.split() == ["2", "2"]
 
 
 def is_cifar10(root):
@@ -187,13 +236,16 @@ def test_cifar10_files(cifar10):
     assert torch.equal(images, pixels[:20]) and labels.tolist() == list(np.arange(20) // 4)
     images, labels = load_split(root, "test")
     assert torch.equal(images, pixels[20:]) and labels.tolist() == [5] * 4
+    download_if_absent(root / CIFAR10.base_folder)
+    assert torch.equal(load_split(root / CIFAR10.base_folder, "test")[0], images)
 
 
 def test_cifar10_files_that_fail_their_md5_check(cifar10):
     root, _ = cifar10
     with (root / CIFAR10.base_folder / "data_batch_3").open("ab") as file:
         file.write(b"!")
-    with pytest.raises(ValueError, match=f"no CIFAR-10 in {root}, and it cannot be downloaded.*DATA.*--dummy"):
+    path = root / CIFAR10.base_folder / "data_batch_3"
+    with pytest.raises(ValueError, match=f"damaged: {path}, and it cannot be downloaded.*DATA.*--dummy"):
         download_if_absent(root)
     with pytest.raises(ValueError, match="no CIFAR-10 in"):
         load_split(root, "train")

@@ -87,12 +87,20 @@ def test_plots(trained, tmp_path, images):
 
 
 @pytest.mark.optional
+def test_a_plot_does_not_depend_on_settings(trained, tmp_path, images):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    environment = dict(DATA=images, MPLBACKEND="module://of_a_notebook", MATPLOTLIBRC=tmp_path)
+    launch(None, "eval.py", "-c", trained[0], "-e", 3, "--plot", tmp_path / "plot.png", **environment).succeeded()
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.optional
 def test_matplotlib_is_optional(trained, tmp_path, images):
     arguments = ("-c", trained[0], "-e", 3, "--plot", tmp_path / "plot.png")
     run = launch(None, "-c", WITHOUT_MATPLOTLIB, *arguments, DATA=images).succeeded()
     assert (
-        run.accuracies
-        and len(re.findall("^warning: no .*plot.png: pip install matplotlib", run.output, re.MULTILINE)) == 1
+        run.accuracies and len(re.findall("^warning: no plot: pip install matplotlib", run.output, re.MULTILINE)) == 1
     )
     assert not (tmp_path / "plot.png").exists()
 

@@ -74,15 +74,25 @@ def test_a_run_that_trains_nothing_leaves_the_log_alone(resumed, tmp_path, image
 
 
 @pytest.mark.optional
-def test_a_new_run_begins_a_new_log_and_tensorboard_is_optional(tmp_path, images):
+@pytest.mark.parametrize("error", ["ImportError", pytest.param("TypeError('old')", marks=pytest.mark.slow)])
+def test_a_new_run_begins_a_new_log_and_tensorboard_is_optional(tmp_path, images, error):
     (tmp_path / "without" / "tensorboard").mkdir(parents=True)
-    (tmp_path / "without" / "tensorboard" / "__init__.py").write_text("raise ImportError")
+    (tmp_path / "without" / "tensorboard" / "__init__.py").write_text(f"raise {error}")
     (tmp_path / FILE).write_text(json.dumps({"epoch": 1}) + "\n" + json.dumps({"epoch": 2}) + "\n")
     arguments = (*TRAIN, "--epochs", 1, "-i", 0, "--log_dir", tmp_path)
     run = launch(2, *arguments, DATA=images, PYTHONPATH=tmp_path / "without").succeeded()
     assert run.output.count("warning: no curves in") == 1 and "pip install tensorboard" in run.output
     assert [list(metrics) for metrics in read(tmp_path)] == [NAMES]
     assert not list(tmp_path.glob("events*"))
+
+
+def test_a_log_that_fails_does_not_cost_the_run(tmp_path, images):
+    code = "import runpy; from resnet_cifar10 import metrics\n"
+    code += "def full(path): raise OSError('no space left')\n"
+    code += "metrics.replacement = full; runpy.run_path('train.py', run_name='__main__')"
+    run = launch(None, "-c", code, *TRAIN[1:], "--epochs", 1, "-c", tmp_path, "--log_dir", tmp_path, DATA=images)
+    assert "warning: cannot log epoch 1: no space left" in run.succeeded().stderr
+    assert epochs(tmp_path) == [1] and run.accuracies
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"loss": 1}', '{"epoch": "1"}', "\0", "[" * 100_000])

@@ -7,7 +7,7 @@ from resnet_cifar10.checkpoint import PARTS, epochs
 
 import pytest
 import torch
-from conftest import copy_epoch, launch, read
+from conftest import ROOT, copy_epoch, launch, read
 
 
 def train(processes, plugin, *arguments, **environment):
@@ -48,6 +48,24 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(plugin, precision, proc
     assert state["loss_scale"] == (32 if precision == "fp16" else 0)
     evaluated = launch(None, "eval.py", "-e", 2, "-c", whole, DATA=images).succeeded()
     assert abs(float(evaluated.accuracies[0]) - 100 * logged[1]["accuracy"]) <= 100 / 20 + 0.01  # an image of 20
+
+
+@pytest.mark.slow
+def test_gemini_resumes_a_sharded_model(make_images, tmp_path):
+    """Its fp32 weights are not rounded on the way."""
+    images = make_images(train=2, test=2)
+    script = (ROOT / "train.py").read_text()
+    changed = script.replace(
+        "enable_async_reduce=False", "enable_async_reduce=False, min_chunk_size_m=1, search_range_m=1"
+    )
+    assert changed != script
+    (tmp_path / "train.py").write_text(changed)
+    for folder, last in (("whole", 2), ("parts", 1), ("parts", 2)):
+        how = ("--batch_size", 5, "-p", "gemini", "-i", 1, "--epochs", last, "-r", "latest", "-c", tmp_path / folder)
+        launch(2, "-m", "tests.stand_in", tmp_path / "train.py", *how, DATA=images, PYTHONPATH=ROOT).succeeded()
+    whole, parts = (read(tmp_path / folder, "model", 2) for folder in ("whole", "parts"))
+    torch.testing.assert_close(parts, whole, rtol=0, atol=0)
+    assert not torch.equal(whole["conv1.weight"], whole["conv1.weight"].half().float())
 
 
 @pytest.mark.parametrize("links", [4, pytest.param(7, marks=pytest.mark.slow)])

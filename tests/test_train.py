@@ -1,15 +1,17 @@
 """The scripts as users run them, on a small image folder."""
 
 import re
+import subprocess
+import sys
 from importlib.metadata import version
 
 from resnet_cifar10.checkpoint import PARTS, epochs
-from resnet_cifar10.runtime import LAUNCHER_VARIABLES, explain_kernel_errors, prepare_launch
+from resnet_cifar10.runtime import LAUNCHER_VARIABLES, compiling_kernels, prepare_launch, report_waiting
 
 import pytest
 import torch
 from colossalai.nn.optimizer import HybridAdam
-from conftest import ROOT, TRAIN, colossalai_run, launch, python, torchrun, weights
+from conftest import ROOT, TRAIN, colossalai_run, execute, free_port, launch, python, torchrun, weights
 from torchvision.models import resnet18
 
 
@@ -68,7 +70,7 @@ def test_one_process_without_a_launcher_without_checkpoints_and_a_missed_target(
     "arguments, words",
     [
         (("--target_acc", "84"), ("--target_acc", "0.84")),
-        (("--target_acc", "0"), ("--target_acc",)),
+        (("--target_acc", "-1"), ("--target_acc",)),
         (("--epochs", "0"), ("--epochs must be 1 or above",)),
         (("--batch_size", "-5"), ("--batch_size",)),
         (("--batch_size", "many"), ("--batch_size", "invalid int value: 'many'")),
@@ -159,5 +161,36 @@ def test_no_cuda_toolkit(monkeypatch, tmp_path, cuda_home):
     monkeypatch.setenv("HOME", str(tmp_path))  # where compiled kernels are kept
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", cuda_home)
     with pytest.raises(SystemExit, match="HybridAdam cannot compile its CUDA kernels: .*CUDA_HOME"):
-        with explain_kernel_errors():
+        with compiling_kernels():
             HybridAdam([torch.nn.Parameter(torch.zeros(1))])
+
+
+@pytest.mark.parametrize(
+    "script, redirection",
+    [
+        ("train.py --epochs 1 -i 0", "| head -1"),
+        ("eval.py -e 3", "| head -1"),
+        ("eval.py -e 3", ">&- 2>&-"),
+        pytest.param("train.py --epochs 1 -i 0", ">&- 2>&-", marks=pytest.mark.slow),
+        pytest.param("train.py --epochs 1 -i 0", ">/dev/full 2>/dev/full", marks=pytest.mark.slow),
+    ],
+)
+def test_closed_streams_do_not_end_a_run(trained, images, script, redirection):
+    command = f"set -o pipefail; {sys.executable} {script} -c {trained[0]} {redirection}"
+    run = execute("bash", "-c", command, DATA=images, PYTHONIOENCODING="ascii").succeeded()
+    assert "Traceback" not in run.output and "Exception ignored" not in run.output
+
+
+def test_a_silent_wait_is_explained(monkeypatch, capsys):
+    for name, value in zip(LAUNCHER_VARIABLES, ("0", "0", "2", "2", "127.0.0.1", "29500")):
+        monkeypatch.setenv(name, value)
+    report_waiting()
+    assert "rank 0 is waiting for the rest of WORLD_SIZE=2 processes at 127.0.0.1:29500" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_process_whose_others_never_come(images):
+    variables = dict(zip(LAUNCHER_VARIABLES, ("0", "0", "2", "1", "127.0.0.1", free_port())))
+    with pytest.raises(subprocess.TimeoutExpired) as raised:
+        launch(None, "train.py", "-i", "0", DATA=images, timeout=14, **variables)
+    assert "rank 0 is waiting for the rest" in raised.value.stderr
