@@ -11,10 +11,13 @@ out. Without eval.txt, the accuracy of eval.py is left out.
 """
 
 import argparse
-import json
 import re
+import sys
 from pathlib import Path
 from statistics import mean, median, stdev
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from resnet_cifar10 import metrics
 
 
 def spread(accuracies: list[float]) -> str:
@@ -29,7 +32,7 @@ def row(folder: Path, epochs: int) -> str | None:
     """The runs in ``folder`` that have logged as many ``epochs``, as a row of the table."""
     histories, evaluated = [], []
     for path in sorted(folder.glob("*/metrics.jsonl")):
-        history = [json.loads(line) for line in path.read_text().splitlines()]
+        history = metrics.read(path.parent)
         if len(history) < epochs or history[epochs - 1]["accuracy"] is None:
             continue
         histories.append(history[:epochs])
@@ -38,7 +41,7 @@ def row(folder: Path, epochs: int) -> str | None:
     if not histories:
         return None
     accuracies = [history[-1]["accuracy"] for history in histories]
-    seconds = median(metrics["seconds"] for history in histories for metrics in history)
+    seconds = median(epoch["seconds"] for history in histories for epoch in history)
     memory = max(history[-1]["peak_memory_mib"] or 0 for history in histories)
     cells = (folder.name, len(histories), spread(accuracies), spread(evaluated), f"{100 * min(accuracies):.2f} %")
     return "| " + " | ".join(map(str, (*cells, f"{seconds:.2f}", f"{memory:.0f}"))) + " |"

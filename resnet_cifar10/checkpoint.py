@@ -51,9 +51,9 @@ def resolve_epochs(folder: Path, asked: list[str], parts: tuple[str, ...] = (MOD
         if not re.fullmatch(r"[1-9]\d{0,8}", epoch):
             raise ValueError(f"{epoch!r} is not an epoch: give a number, 1 or above, or latest")
         missing = [path.name for part in parts if not (path := path_of(folder, part, int(epoch))).is_file()]
-        others = [folder / f"{MODEL}_{epoch}", *folder.glob(f"{MODEL}_{epoch}.*")]  # sharded, or safetensors
-        others = [path.name for path in others if path.exists()]
-        if missing == [f"{part}_{epoch}.pth" for part in parts]:
+        if len(missing) == len(parts):
+            others = [folder / f"{MODEL}_{epoch}", *folder.glob(f"{MODEL}_{epoch}.*")]  # sharded, or safetensors
+            others = [path.name for path in others if path.exists()]
             there = ", ".join(map(str, epochs(folder, parts))) or "none at all"
             hint = f"; {others[0]} has another format" if others else ""
             raise ValueError(f"no checkpoint of epoch {epoch} in {where}: there are {there}{hint}")

@@ -78,6 +78,12 @@ def _write(stream, method: Callable, *args) -> int:
         return 0
 
 
+def free_port() -> int:
+    """A TCP port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return unused.getsockname()[1]
+
+
 def prepare_launch(plugin: str) -> None:
     """Check the launcher and the GPUs. Set what a plain ``python train.py``, or a machine without a GPU, needs.
 
@@ -87,9 +93,7 @@ def prepare_launch(plugin: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process at once, without a traceback
     survive_closed_streams()
     if "RANK" not in os.environ:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        os.environ.update(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "1", "127.0.0.1", str(port))))
+        os.environ.update(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "1", "127.0.0.1", str(free_port()))))
     if missing := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
         fail(f"RANK is set, but not {', '.join(missing)}: start with torchrun or colossalai run, or unset RANK")
 

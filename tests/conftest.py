@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from resnet_cifar10.checkpoint import PARTS, read_lr_scheduler, read_model, read_optimizer, read_state
+from resnet_cifar10.runtime import free_port
 
 import fork_server
 import psutil
@@ -35,12 +35,6 @@ fork_server.context.set_forkserver_preload(  # what the scripts import, and what
     + ["PIL.Image", "colossalai", "colossalai.booster.plugin", "colossalai.cluster", "colossalai.nn.optimizer"]
 )
 forkserver.ensure_running()  # while this one imports
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        return unused.getsockname()[1]
 
 
 class Run:
