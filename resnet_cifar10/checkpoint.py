@@ -6,6 +6,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from resnet_cifar10.runtime import fail_together, flush
@@ -211,16 +212,6 @@ def read_state(folder: Path, epoch: int) -> dict:
         return content
 
 
-@contextmanager
-def _saving(path: Path) -> Iterator[None]:
-    """End all processes with one line if ``path`` cannot be saved."""
-    with fail_together():
-        try:
-            yield
-        except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, where the disk is full
-            raise OSError(f"cannot save {path}: {error}") from error
-
-
 def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> None:
     """Save a boosted model, optimizer and learning rate scheduler. Every process calls this, to gather shards.
 
@@ -230,46 +221,49 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     from resnet_cifar10.internals import full_precision, gather_masters, loss_scaling
 
     is_master = dist.get_rank() == 0
-    final = {part: path_of(folder, part, epoch) for part in PARTS}
-    new = {part: folder / ".new" / part for part in PARTS}
+    new = folder / ".new"
+
+    def save_model(path: str) -> None:
+        masters = gather_masters(model, optimizer)
+        with full_precision(model):
+            booster.save_model(model, path)
+        if is_master:
+            weights = {**torch.load(path, weights_only=True), **masters}
+            torch.save({name: x.float() if x.is_floating_point() else x for name, x in weights.items()}, path)
+
+    def save_state(path: str) -> None:
+        if is_master:
+            torch.save({"epoch": epoch, **loss_scaling(optimizer)}, path)
+
+    save_parts = {
+        MODEL: save_model,
+        OPTIMIZER: partial(booster.save_optimizer, optimizer),
+        LR_SCHEDULER: partial(booster.save_lr_scheduler, lr_scheduler),
+        STATE: save_state,
+    }
     try:
         with fail_together():
             if is_master:
-                shutil.rmtree(folder / ".new", ignore_errors=True)  # from a killed run
-                (folder / ".new").mkdir()
-        with _saving(final[MODEL]):
-            masters = gather_masters(model, optimizer)
-            with full_precision(model):
-                booster.save_model(model, str(new[MODEL]))
-            if is_master:
-                weights = {**torch.load(new[MODEL], weights_only=True), **masters}
-                torch.save({name: x.float() if x.is_floating_point() else x for name, x in weights.items()}, new[MODEL])
-        with _saving(final[OPTIMIZER]):
-            booster.save_optimizer(optimizer, str(new[OPTIMIZER]))
-        with _saving(final[LR_SCHEDULER]):
-            booster.save_lr_scheduler(lr_scheduler, str(new[LR_SCHEDULER]))
-        with _saving(final[STATE]):
-            if is_master:
-                torch.save({"epoch": epoch, **loss_scaling(optimizer)}, new[STATE])
+                shutil.rmtree(new, ignore_errors=True)  # from a killed run
+                new.mkdir()
+        for part, save_part in save_parts.items():
+            with fail_together():  # after each part: the next one has collectives
+                try:
+                    save_part(str(new / part))
+                except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, where the disk is full
+                    raise OSError(f"cannot save {path_of(folder, part, epoch)}: {error}") from error
         with fail_together():
             if is_master:
-                _rename(new, final)
+                for part in PARTS:
+                    flush(new / part)
+                for part in reversed(PARTS):  # first, so that old and new files never mix
+                    path_of(folder, part, epoch).unlink(missing_ok=True)
+                for part in PARTS:  # the state last: with it, a checkpoint is complete
+                    (new / part).replace(path_of(folder, part, epoch))
+                flush(folder)
     finally:
         if is_master:
-            shutil.rmtree(folder / ".new", ignore_errors=True)
-
-
-def _rename(new: dict[str, Path], final: dict[str, Path]) -> None:
-    for path in final.values():
-        if path.is_dir():
-            raise OSError(f"cannot save {path}: a folder is in the way")
-    for part in PARTS:
-        flush(new[part])
-    for part in reversed(PARTS):  # first, so that old and new files never mix
-        final[part].unlink(missing_ok=True)
-    for part in PARTS:  # the state last: with it, a checkpoint is complete
-        new[part].replace(final[part])
-    flush(final[STATE].parent)
+            shutil.rmtree(new, ignore_errors=True)
 
 
 def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> None:
@@ -280,19 +274,17 @@ def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     """
     from resnet_cifar10.internals import load_weights, set_loss_scaling
 
-    state_path = path_of(folder, STATE, epoch)
     with fail_together():
         weights = read_model(folder, epoch, model.unwrap())
         optimizer_state = read_optimizer(folder, epoch, model.unwrap(), optimizer)
         lr_scheduler_state = read_lr_scheduler(folder, epoch, lr_scheduler)
-        if state_path.exists():
-            state = read_state(folder, epoch)
+        state = read_state(folder, epoch) if path_of(folder, STATE, epoch).exists() else None
 
     # The Booster's functions would read the files again, without the checks
     load_weights(model, optimizer, weights)
     optimizer.load_state_dict(optimizer_state)
     lr_scheduler.load_state_dict(lr_scheduler_state)
-    if state_path.exists():
+    if state:
         set_loss_scaling(optimizer, state)
     elif dist.get_rank() == 0:
-        print(f"{state_path} is missing: a loss scale, if the plugin has one, starts from its initial value")
+        print(f"state_{epoch}.pth is missing: a loss scale, if the plugin has one, starts from its initial value")

@@ -7,7 +7,7 @@ from http.client import HTTPException
 from pathlib import Path
 from random import Random
 
-from resnet_cifar10.runtime import fail_together, refuse_dangling_link
+from resnet_cifar10.runtime import fail_together
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
-from torchvision.datasets.utils import check_integrity
 
 Split = tuple[Tensor, Tensor]
 """Images, uint8 of shape (N, 3, 32, 32), and their labels, int64 of shape (N,)."""
@@ -61,26 +60,20 @@ def download_if_absent(root: Path | None) -> None:
     """
     if root is None or (root / "train").exists():
         return
-    refuse_dangling_link(root)
     root = _cifar10_root(root)
     try:
         CIFAR10(root)
         return
     except (RuntimeError, OSError):  # RuntimeError: not there, or damaged
         print(f"downloading CIFAR-10 (163 MiB) to {root.absolute()}", flush=True)
-    before, failed = socket.getdefaulttimeout(), (RuntimeError, OSError, HTTPException, ValueError)
+    before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(STALLED_SECONDS)
     try:
         CIFAR10(root, download=True)
-    except failed as error:
-        sums = [*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])]
-        files = [(root / CIFAR10.base_folder / name, md5) for name, md5 in sums]
-        files.append((root / CIFAR10.filename, CIFAR10.tgz_md5))
-        damaged = [str(path) for path, md5 in files if path.is_file() and not check_integrity(path, md5)]
-        problem = f"damaged: {', '.join(damaged)}" if damaged else f"no CIFAR-10 in {root.absolute()}"
+    except (RuntimeError, OSError, HTTPException, ValueError) as error:
         raise ValueError(
-            f"{problem}, and it cannot be downloaded ({error}): set DATA to a folder that has cifar-10-batches-py or "
-            "train/<class>/ and test/<class>/ with images, or use --dummy"
+            f"no undamaged CIFAR-10 in {root.absolute()}, and it cannot be downloaded ({error}): set DATA to a folder "
+            "that has cifar-10-batches-py or train/<class>/ and test/<class>/ with images, or use --dummy"
         ) from error
     finally:
         socket.setdefaulttimeout(before)
@@ -148,8 +141,7 @@ def class_names(root: Path | None) -> list[str]:
     if root is None:
         return [str(label) for label in range(CLASSES)]
     if (root / "train").exists():
-        names, _ = find_classes(str(root / "test"))
-        return [os.fsencode(name).decode(errors="replace") for name in names]
+        return find_classes(str(root / "test"))[0]
     return "airplane automobile bird cat deer dog frog horse ship truck".split()
 
 

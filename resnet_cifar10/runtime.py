@@ -151,13 +151,6 @@ def shut_down() -> None:
     dist.destroy_process_group()
 
 
-def refuse_dangling_link(path: Path) -> None:
-    """Raise a ValueError if ``path`` or a folder above it is a link to something that does not exist."""
-    for link in (path, *path.parents):
-        if link.is_symlink() and not link.exists():
-            raise ValueError(f"{link} is a link to {os.readlink(link)}, which does not exist")
-
-
 def make_folders(*folders: Path | None, exclusive: bool = False) -> None:
     """Make folders that do not exist, on rank 0, and check that files can be written to them.
 
@@ -172,7 +165,6 @@ def make_folders(*folders: Path | None, exclusive: bool = False) -> None:
             if os.environ.get("RANK", "0") != "0":
                 return
             try:
-                refuse_dangling_link(folder)
                 folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
                 if exclusive:

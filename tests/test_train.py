@@ -121,7 +121,7 @@ def test_missing_and_incomplete_checkpoints_name_what_there_is(checkpoint):
 
 def test_no_data_and_no_network(tmp_path, checkpoint):
     offline = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https")}
-    words = (f"no CIFAR-10 in {tmp_path / 'empty'}", "cannot be downloaded", "DATA", "--dummy")
+    words = (f"no undamaged CIFAR-10 in {tmp_path / 'empty'}", "cannot be downloaded", "DATA", "--dummy")
     launch(2, "train.py", "-i", 0, DATA=tmp_path / "empty", **offline).failed_with(*words)
     launch(None, "eval.py", "-e", 3, "-c", checkpoint, DATA=tmp_path / "empty", **offline).failed_with(*words)
 
