@@ -7,6 +7,7 @@ from conftest import launch
 BRIEFLY = ("benchmarks/epoch_time.py", "--batch_size", 4, "--steps", 1, "--repeats", 2)
 
 
+@pytest.mark.slow
 def test_both_loops_are_timed():
     output = launch(3, *BRIEFLY).succeeded().output
     for loop in ("the classic loop", "this project"):

@@ -110,7 +110,7 @@ def test_kill_at_any_moment_of_a_save(trained, tmp_path, kills):
     assert interrupted  # and not only killed before or between saves
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_signals_end_every_process_without_a_traceback(tmp_path, images, number):
     command = [BIN / "torchrun", "--standalone", "--nproc_per_node=2", *TRAIN, "-c", tmp_path / "c", "-i", "1"]
     command = [str(word) for word in command]
@@ -161,12 +161,13 @@ def test_another_model_and_optimizer_in_train_py_and_eval_py_alone(tmp_path, ima
     launch(None, "eval.py", "-e", 2, "-c", tmp_path, DATA=images).failed_with("unexpected: layer1.2.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param("SGD(model.parameters(), lr=lr, momentum=0.9)", marks=pytest.mark.slow),
+        "SGD(model.parameters(), lr=lr, momentum=0.9)",
         "Adam([{'params': [p for p in model.parameters() if p.dim() == n]} for n in (1, 2, 4)], lr=lr, amsgrad=True)",
-        pytest.param("NAdam((p.requires_grad_(p.dim() > 1) for p in model.parameters()), lr)", marks=pytest.mark.slow),
+        "NAdam((p.requires_grad_(p.dim() > 1) for p in model.parameters()), lr)",
     ],
 )
 def test_other_optimizers_resume(tmp_path, images, optimizer):
@@ -200,6 +201,7 @@ def test_a_folder_in_the_way_of_a_file(checkpoint, images):
     assert (checkpoint / "model_1.pth").exists() and epochs(checkpoint) == [2, 3]
 
 
+@pytest.mark.slow
 def test_two_nodes_and_the_one_that_lacks_a_file(trained, tmp_path, images):
     """Two torchruns on the loopback interface; with folders of their own they are nodes that share no disk."""
 

@@ -116,12 +116,13 @@ def test_matplotlib_is_optional(trained, tmp_path, images):
     ],
 )
 def test_bad_arguments(trained, arguments, words):
-    python("eval.py", "-c", trained[0], *arguments).failed_with(*words)
+    launch(None, "eval.py", "-c", trained[0], *arguments).failed_with(*words)
 
 
 def test_a_folder_in_the_way_of_the_plot(trained, tmp_path):
     (tmp_path / "plot.png").mkdir()
-    python("eval.py", "-c", trained[0], "--plot", tmp_path / "plot.png").failed_with("--plot needs the name of a file")
+    run = launch(None, "eval.py", "-c", trained[0], "--plot", tmp_path / "plot.png")
+    run.failed_with("--plot needs the name of a file")
 
 
 def test_a_damaged_one_of_several_is_named(checkpoint, images):
