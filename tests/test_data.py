@@ -180,10 +180,11 @@ def test_a_stalled_download_ends(tmp_path, monkeypatch):
     assert socket.getdefaulttimeout() is None
 
 
+@pytest.mark.slow
 def test_a_download_can_take_longer_than_a_collective():
     code = "import datetime, sys, time, torch.distributed as dist; from resnet_cifar10 import data\n"
-    code += "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=2))\n"
-    code += "data.download_if_absent = lambda root: time.sleep(5)\n"
+    code += "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=10))\n"
+    code += "data.download_if_absent = lambda root: time.sleep(13)\n"
     code += "print(len(data.load(None, 'cpu')))"
     assert launch(2, "-c", code, timeout=60).succeeded().stdout.split() == ["2", "2"]
 
