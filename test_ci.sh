@@ -2,7 +2,8 @@
 # Install what is missing, test, train each plugin, and end in a table; fail if anything has. With GPUs: the full recipe
 # of every plugin on all of them or, with DUMMY=1, a few epochs on generated images, for which nothing is downloaded.
 # Without: the latter, of torch_ddp with two processes. To be set from outside: DUMMY, DATA, NPROC, PLUGINS (as in
-# "gemini torch_ddp"), TARGET_ACC, and RUNS, an absolute path without spaces, to keep the checkpoints and logs in.
+# "gemini torch_ddp"), TARGET_ACC (0.82 for a JPEG copy of CIFAR-10; four standard deviations below the mean), and RUNS,
+# an absolute path without spaces, to keep the checkpoints and logs in.
 set -euo pipefail
 cd "$(dirname "$0")"
 
