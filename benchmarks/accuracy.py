@@ -52,6 +52,8 @@ def main() -> None:
     parser.add_argument("runs", type=Path, help="folder of folders of runs")
     parser.add_argument("--epochs", type=int, default=80, help="epochs of a whole run (default: 80)")
     args = parser.parse_args()
+    if not args.runs.is_dir():
+        parser.error(f"{args.runs} is not a folder")
     print("| runs | n | accuracy, train.py | accuracy, eval.py | lowest | s per epoch | peak memory, MiB |")
     print("|---|---|---|---|---|---|---|")
     for folder in sorted(args.runs.iterdir()):
