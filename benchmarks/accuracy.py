@@ -33,7 +33,8 @@ def row(folder: Path, epochs: int) -> str | None:
     histories, evaluated = [], []
     for path in sorted(folder.glob("*/metrics.jsonl")):
         history = metrics.read(path.parent)
-        if len(history) < epochs or history[epochs - 1]["accuracy"] is None:
+        is_whole = [epoch["epoch"] for epoch in history[:epochs]] == [*range(1, epochs + 1)]
+        if not is_whole or history[epochs - 1]["accuracy"] is None:
             continue
         histories.append(history[:epochs])
         if (text := path.with_name("eval.txt")).exists():
@@ -52,13 +53,15 @@ def main() -> None:
     parser.add_argument("runs", type=Path, help="folder of folders of runs")
     parser.add_argument("--epochs", type=int, default=80, help="epochs of a whole run (default: 80)")
     args = parser.parse_args()
-    if not args.runs.is_dir():
-        parser.error(f"{args.runs} is not a folder")
+    try:
+        rows = [line for folder in sorted(args.runs.iterdir()) if (line := row(folder, args.epochs))]
+    except (OSError, ValueError, LookupError) as error:
+        parser.error(str(error))
+    if not rows:
+        parser.error(f"{args.runs} has no folder of finished runs of {args.epochs} epochs")
     print("| runs | n | accuracy, train.py | accuracy, eval.py | lowest | s per epoch | peak memory, MiB |")
     print("|---|---|---|---|---|---|---|")
-    for folder in sorted(args.runs.iterdir()):
-        if line := row(folder, args.epochs):
-            print(line)
+    print("\n".join(rows))
 
 
 if __name__ == "__main__":

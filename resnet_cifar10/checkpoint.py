@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from zipfile import is_zipfile
 
 from resnet_cifar10.runtime import fail_together, flush
 
@@ -222,6 +223,7 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
 
     is_master = dist.get_rank() == 0
     new = folder / ".new"
+    final = {part: path_of(folder, part, epoch) for part in PARTS}
 
     def save_model(path: str) -> None:
         masters = gather_masters(model, optimizer)
@@ -251,15 +253,19 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
                 try:
                     save_part(str(new / part))
                 except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, where the disk is full
-                    raise OSError(f"cannot save {path_of(folder, part, epoch)}: {error}") from error
+                    raise OSError(f"cannot save {final[part]}: is the disk full? ({error})") from error
         with fail_together():
             if is_master:
                 for part in PARTS:
                     flush(new / part)
+                    if not is_zipfile(new / part):  # torch.save does not report that its last bytes were not written
+                        raise OSError(f"cannot save {final[part]}: is the disk full?")
+                    if final[part].is_dir():
+                        raise OSError(f"cannot save {final[part]}: a folder is in the way")
                 for part in reversed(PARTS):  # first, so that old and new files never mix
-                    path_of(folder, part, epoch).unlink(missing_ok=True)
+                    final[part].unlink(missing_ok=True)
                 for part in PARTS:  # the state last: with it, a checkpoint is complete
-                    (new / part).replace(path_of(folder, part, epoch))
+                    (new / part).replace(final[part])
                 flush(folder)
     finally:
         if is_master:

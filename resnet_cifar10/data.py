@@ -141,7 +141,8 @@ def class_names(root: Path | None) -> list[str]:
     if root is None:
         return [str(label) for label in range(CLASSES)]
     if (root / "train").exists():
-        return find_classes(str(root / "test"))[0]
+        # A name that is not UTF-8 could not be plotted
+        return [os.fsencode(name).decode(errors="replace") for name in find_classes(str(root / "test"))[0]]
     return "airplane automobile bird cat deer dog frog horse ship truck".split()
 
 
