@@ -20,10 +20,8 @@ def train(processes, plugin, *arguments, **environment):
     "plugin, precision, processes",
     [
         ("low_level_zero", "fp16", 2),
-        pytest.param("low_level_zero", "bf16", 3, marks=pytest.mark.slow),
         pytest.param("low_level_zero", "fp32", 1, marks=pytest.mark.slow),
         pytest.param("gemini", "fp16", 3, marks=pytest.mark.slow),
-        pytest.param("gemini", "bf16", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_is_the_run_that_was_never_stopped(plugin, precision, processes, make_images, tmp_path):
