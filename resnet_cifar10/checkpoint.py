@@ -252,14 +252,14 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
             with fail_together():  # after each part: the next one has collectives
                 try:
                     save_part(str(new / part))
+                    if is_master and not is_zipfile(new / part):  # torch.save does not report this
+                        raise OSError("its last bytes were not written")
                 except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, where the disk is full
                     raise OSError(f"cannot save {final[part]}: is the disk full? ({error})") from error
         with fail_together():
             if is_master:
                 for part in PARTS:
                     flush(new / part)
-                    if not is_zipfile(new / part):  # torch.save does not report that its last bytes were not written
-                        raise OSError(f"cannot save {final[part]}: is the disk full?")
                     if final[part].is_dir():
                         raise OSError(f"cannot save {final[part]}: a folder is in the way")
                 for part in reversed(PARTS):  # first, so that old and new files never mix
@@ -280,11 +280,12 @@ def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     """
     from resnet_cifar10.internals import load_weights, set_loss_scaling
 
+    state_path = path_of(folder, STATE, epoch)
     with fail_together():
         weights = read_model(folder, epoch, model.unwrap())
         optimizer_state = read_optimizer(folder, epoch, model.unwrap(), optimizer)
         lr_scheduler_state = read_lr_scheduler(folder, epoch, lr_scheduler)
-        state = read_state(folder, epoch) if path_of(folder, STATE, epoch).exists() else None
+        state = read_state(folder, epoch) if state_path.exists() else None
 
     # The Booster's functions would read the files again, without the checks
     load_weights(model, optimizer, weights)
@@ -293,4 +294,4 @@ def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     if state:
         set_loss_scaling(optimizer, state)
     elif dist.get_rank() == 0:
-        print(f"state_{epoch}.pth is missing: a loss scale, if the plugin has one, starts from its initial value")
+        print(f"{state_path} is missing: a loss scale, if the plugin has one, starts from its initial value")
