@@ -66,32 +66,26 @@ def resolve_epochs(folder: Path, asked: list[str], parts: tuple[str, ...] = (MOD
 
 
 def resume_epoch(folder: Path, asked: str, last_epoch: int) -> int:
-    """The epoch to resume from, the same in all processes; 0 for a new run. Every process calls this.
+    """The epoch to resume from, of the checkpoints that rank 0 sees; 0 for a new run. Every process calls this.
 
     Args:
-        asked: an epoch, "latest" (of the checkpoints that rank 0 sees), or "-1" for a new run.
+        asked: an epoch, "latest", or "-1" for a new run.
         last_epoch: the last epoch of this run.
 
     Raises:
-        SystemExit: a process does not see the checkpoint, or its epoch is beyond ``last_epoch``.
+        SystemExit: rank 0 does not see the checkpoint, or its epoch is beyond ``last_epoch``.
     """
-    if asked == "-1":
-        return 0
-    if asked == "latest":
-        latest = [0]
-        with fail_together():
-            if dist.get_rank() == 0:
-                latest = [max(epochs(folder), default=0)]
-                print(f"resuming from epoch {latest[0]}" if latest[0] else f"no checkpoint in {folder}: new run")
-        dist.broadcast_object_list(latest)
-        asked = str(latest[0])
-        if asked == "0":
-            return 0
+    epoch = [0]
     with fail_together():
-        (epoch,) = resolve_epochs(folder, [asked], BOOSTER_PARTS)
-        if epoch > last_epoch:
-            raise ValueError(f"the checkpoint to resume from is of epoch {epoch}, beyond --epochs {last_epoch}")
-    return epoch
+        if dist.get_rank() == 0 and asked == "latest":
+            epoch = [max(epochs(folder), default=0)]
+            print(f"resuming from epoch {epoch[0]}" if epoch[0] else f"no checkpoint in {folder}: new run")
+        elif dist.get_rank() == 0 and asked != "-1":
+            epoch = resolve_epochs(folder, [asked], BOOSTER_PARTS)
+        if epoch[0] > last_epoch:
+            raise ValueError(f"the checkpoint to resume from is of epoch {epoch[0]}, beyond --epochs {last_epoch}")
+    dist.broadcast_object_list(epoch)
+    return epoch[0]
 
 
 # Files are not trusted: their content is compared with the model and the optimizer before it is used.
@@ -275,17 +269,24 @@ def save(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
 def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> None:
     """Load a checkpoint of any plugin and world size into a boosted model, optimizer and learning rate scheduler.
 
-    Every process calls this. Every file is checked before anything changes. If one does not fit, the run ends with one
-    line.
+    Every process calls this. Rank 0 reads the files, so all processes load the same. Every file is checked before
+    anything changes. If one does not fit, the run ends with one line.
     """
     from resnet_cifar10.internals import load_weights, set_loss_scaling
 
-    state_path = path_of(folder, STATE, epoch)
+    content = [None]
     with fail_together():
-        weights = read_model(folder, epoch, model.unwrap())
-        optimizer_state = read_optimizer(folder, epoch, model.unwrap(), optimizer)
-        lr_scheduler_state = read_lr_scheduler(folder, epoch, lr_scheduler)
-        state = read_state(folder, epoch) if state_path.exists() else None
+        if dist.get_rank() == 0:
+            weights = read_model(folder, epoch, model.unwrap())
+            optimizer_state = read_optimizer(folder, epoch, model.unwrap(), optimizer)
+            lr_scheduler_state = read_lr_scheduler(folder, epoch, lr_scheduler)
+            path = path_of(folder, STATE, epoch)
+            state = read_state(folder, epoch) if path.exists() else None
+            if state is None:
+                print(f"{path} is missing: a loss scale, if the plugin has one, starts from its initial value")
+            content = [(weights, optimizer_state, lr_scheduler_state, state)]
+    dist.broadcast_object_list(content)
+    weights, optimizer_state, lr_scheduler_state, state = content[0]
 
     # The Booster's functions would read the files again, without the checks
     load_weights(model, optimizer, weights)
@@ -293,5 +294,3 @@ def load(booster, model, optimizer, lr_scheduler, folder: Path, epoch: int) -> N
     lr_scheduler.load_state_dict(lr_scheduler_state)
     if state:
         set_loss_scaling(optimizer, state)
-    elif dist.get_rank() == 0:
-        print(f"{state_path} is missing: a loss scale, if the plugin has one, starts from its initial value")

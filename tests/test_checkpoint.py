@@ -205,8 +205,8 @@ def test_a_folder_in_the_way_of_a_file_leaves_the_others_alone(checkpoint, image
 
 
 @pytest.mark.slow
-def test_two_nodes_and_the_one_that_lacks_a_file(trained, tmp_path, images):
-    """Two torchruns on the loopback interface; with folders of their own they are nodes that share no disk."""
+def test_two_nodes_that_share_no_disk(checkpoint, tmp_path, images):
+    """Two torchruns on the loopback interface, with folders of their own: rank 0 reads and writes the checkpoints."""
 
     def start(folders, *arguments):
         launcher = [BIN / "torchrun", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
@@ -228,18 +228,19 @@ def test_two_nodes_and_the_one_that_lacks_a_file(trained, tmp_path, images):
                 kill_family(node)
         return [node.returncode for node in nodes], outputs
 
-    codes, outputs = start([tmp_path / "shared"] * 2, "--epochs", 1, "--target_acc", 1)
-    assert 0 not in codes and epochs(tmp_path / "shared") == [1]
-    assert all(stderr.count("error: ") == stderr.count("is below --target_acc 1") == 1 for _, stderr in outputs), (
-        outputs
-    )
+    folders = [checkpoint, tmp_path / "other"]
+    codes, outputs = start(folders, "--epochs", 4, "-r", 3)
+    assert codes == [0, 0], outputs
     assert "Accuracy" in outputs[0][0] and "Accuracy" not in outputs[1][0]
+    assert epochs(checkpoint) == [1, 2, 3, 4] and not folders[1].exists()
 
-    codes, outputs = start([trained[0], tmp_path / "shared"], "--epochs", 4, "-r", 3, "-i", 0)
-    assert 0 not in codes
-    for _, stderr in outputs:
-        assert stderr.count("error: no checkpoint of epoch 3") == 1
-        assert f"on {socket.gethostname()}: there are" in stderr
+    for arguments, error in (
+        (("--epochs", 4, "-r", 4, "--target_acc", 1), "is below --target_acc 1"),
+        (("-r", 5), f"no checkpoint of epoch 5 in {checkpoint} on {socket.gethostname()}: there are 1, 2, 3, 4"),
+    ):
+        codes, outputs = start(folders, *arguments, "-i", 0)
+        assert 0 not in codes
+        assert all(stderr.count("error: ") == stderr.count(error) == 1 for _, stderr in outputs), outputs
 
 
 class Payload:
