@@ -7,7 +7,8 @@
     python benchmarks/accuracy.py runs
 
 Each folder of ``runs`` is a row, and each of its folders a run. Runs that have not evaluated their last epoch are left
-out. Without eval.txt, the accuracy of eval.py is left out.
+out. Without eval.txt, the accuracy of eval.py is left out. The seconds are those of the fastest run: runs that share a
+GPU slow each other down.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def row(folder: Path, epochs: int) -> str | None:
     if not histories:
         return None
     accuracies = [history[-1]["accuracy"] for history in histories]
-    seconds = median(epoch["seconds"] for history in histories for epoch in history)
+    seconds = min(median(epoch["seconds"] for epoch in history) for history in histories)
     memory = max(history[-1]["peak_memory_mib"] or 0 for history in histories)
     cells = (folder.name, len(histories), spread(accuracies), spread(evaluated), f"{100 * min(accuracies):.2f} %")
     return "| " + " | ".join(map(str, (*cells, f"{seconds:.2f}", f"{memory:.0f}"))) + " |"

@@ -32,8 +32,8 @@ def test_a_table_of_accuracies(tmp_path):
     for seed, accuracy in enumerate((0.83, 0.85, None)):
         run = tmp_path / "gemini" / str(seed)
         run.mkdir(parents=True)
-        metrics = {"epoch": 1, "seconds": 2.0, "peak_memory_mib": 100 + seed, "accuracy": None}
-        epochs = [metrics, {**metrics, "epoch": 2, "seconds": 1.0, "accuracy": accuracy}]
+        metrics = {"epoch": 1, "seconds": 2.0 + seed, "peak_memory_mib": 100 + seed, "accuracy": None}
+        epochs = [metrics, {**metrics, "epoch": 2, "seconds": 1.0 + seed, "accuracy": accuracy}]
         (run / "metrics.jsonl").write_text("".join(json.dumps(epoch) + "\n" for epoch in epochs))
     (tmp_path / "gemini" / "1" / "eval.txt").write_text("Accuracy of the model on the test images: 84.90 %\n")
     (tmp_path / "torch_ddp").mkdir()
