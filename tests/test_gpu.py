@@ -35,7 +35,7 @@ def test_eval_agrees_with_training(plugin, precision, tmp_path):
     run = torchrun(PROCESSES, "train.py", *arguments, *how).succeeded()
     evaluated = python("eval.py", "-e", 2, *arguments).succeeded()
     (printed,), (found,) = run.accuracies, evaluated.accuracies
-    assert float(printed) > 90
+    assert float(printed) > 50  # two epochs of 100 steps: the running statistics still change a lot
     print(f"{plugin}, {precision}: train.py {printed} %, eval.py {found} %")
     assert abs(float(found) - float(printed)) <= TOLERANCES[precision] + 1e-9
     assert all(metrics["peak_memory_mib"] > 100 for metrics in read(tmp_path))
