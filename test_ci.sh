@@ -23,7 +23,7 @@ plugins="torch_ddp torch_ddp_fp16 low_level_zero gemini" epochs=80 target=0.84 d
 if [ "$gpus" -eq 0 ]; then
   plugins=torch_ddp epochs=2 target=0.9 dummy=--dummy
 elif [ "${DUMMY:-0}" != 0 ]; then
-  epochs=3 target=0.8 dummy=--dummy
+  epochs=10 target=0.8 dummy=--dummy # after 3 on 8 GPUs, 12 steps each, the running statistics are still off
 fi
 
 results=
