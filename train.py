@@ -48,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     add("-c", "--checkpoint", type=Path, default="./checkpoint", help="folder for checkpoints")
     add("-i", "--interval", type=int, default=5, help="save every N epochs and after the last; 0: never")
     add("--eval_interval", type=int, default=0, help="also evaluate every N epochs; 0: after the last only")
-    add("--target_acc", type=float, help="fail if the final accuracy is below this; 0.84 is 84 %%")
+    add("--target_acc", type=float, default=0, help="fail if the final accuracy is below this; 0.84 is 84 %%")
     add("--log_dir", type=Path, help="folder for metrics.jsonl and TensorBoard")
     add("--epochs", type=int, default=80, help="total epochs, including resumed ones")
     add("--batch_size", type=int, default=100, help="images per process and step")
@@ -60,9 +60,10 @@ def parse_args() -> argparse.Namespace:
     precisions = PRECISIONS[args.plugin]
     args.precision = args.precision or precisions[0]
     for is_wrong, message in (
+        (args.resume == "all", "--resume takes one epoch, or latest"),
         (args.precision not in precisions, f"-p {args.plugin} takes --precision {' or '.join(precisions)} only"),
         (min(args.interval, args.eval_interval) < 0, "--interval and --eval_interval must be 0 or above"),
-        (not 0 < (args.target_acc or 1) <= 1, "--target_acc must be in (0, 1]: 0.84 is 84 %"),
+        (not 0 <= args.target_acc <= 1, "--target_acc must be in [0, 1]: 0.84 is 84 %"),
         (args.epochs < 1, "--epochs must be 1 or above"),
         (args.batch_size < 2, "--batch_size must be 2 or above: BatchNorm needs two images"),
         (not 0 < args.lr <= 1, "--lr must be above 0, and 1 at most"),
@@ -198,7 +199,7 @@ def main() -> None:
         accuracy = evaluation.evaluate(model, *test_split)
     coordinator.print_on_master(metrics.summary_line(history, time.perf_counter() - run_start))
     coordinator.print_on_master(evaluation.accuracy_line(accuracy))
-    if args.target_acc and accuracy < args.target_acc:
+    if accuracy < args.target_acc:
         fail(f"the accuracy, {accuracy:.4f}, is below --target_acc {args.target_acc}")
     cuda_graphs.reset()  # first: a graph can hold collectives of the process group
     runtime.shut_down()

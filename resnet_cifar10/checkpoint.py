@@ -81,7 +81,7 @@ def resume_epoch(folder: Path, asked: str, last_epoch: int) -> int:
             epoch = [max(epochs(folder), default=0)]
             print(f"resuming from epoch {epoch[0]}" if epoch[0] else f"no checkpoint in {folder}: new run")
         elif dist.get_rank() == 0 and asked != "-1":
-            epoch = resolve_epochs(folder, [asked], BOOSTER_PARTS)
+            (epoch[0],) = resolve_epochs(folder, [asked], BOOSTER_PARTS)
         if epoch[0] > last_epoch:
             raise ValueError(f"the checkpoint to resume from is of epoch {epoch[0]}, beyond --epochs {last_epoch}")
     dist.broadcast_object_list(epoch)
@@ -101,6 +101,8 @@ def _check(found, like, name: str = "") -> None:
         for key in like:
             _check(found[key], like[key], f"{name}{key}." if isinstance(like[key], dict) else f"{name}{key}")
         return
+    if isinstance(like, Tensor) and not isinstance(found, Tensor):
+        raise ValueError(f"{name} is not a tensor")
     found, like = torch.as_tensor(found), torch.as_tensor(like)
     if found.shape != like.shape:
         raise ValueError(f"{name} has shape {tuple(found.shape)}, not {tuple(like.shape)}")

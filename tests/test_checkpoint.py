@@ -298,6 +298,7 @@ def changed(content, *path_and_value):
         ("model", ("conv1.weight", lambda tensor: tensor.to("meta"))),
         ("model", ("conv1.weight", lambda tensor: tensor.to(torch.int32))),
         ("model", ("conv1.weight", "a string")),
+        ("model", ("fc.bias", lambda tensor: tensor.tolist())),
         ("optimizer", ("state", [])),
         ("optimizer", ("state", lambda state: list(state.values()))),
         ("optimizer", ("state", lambda state: {**state, 99: {}})),
