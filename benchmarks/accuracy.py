@@ -7,8 +7,8 @@
     python benchmarks/accuracy.py runs
 
 Each folder of ``runs`` is a row, and each of its folders a run. Runs that have not evaluated their last epoch are left
-out. Without eval.txt, the accuracy of eval.py is left out. The seconds are those of the fastest run: runs that share a
-GPU slow each other down.
+out. If a run has no eval.txt, the accuracy of eval.py is left out. The seconds are those of the fastest run: runs that
+share a GPU slow each other down.
 """
 
 import argparse
@@ -30,18 +30,20 @@ def spread(accuracies: list[float]) -> str:
 
 
 def row(folder: Path, epochs: int) -> str | None:
-    """The runs in ``folder`` that have logged as many ``epochs``, as a row of the table."""
+    """The runs in ``folder`` that have logged ``epochs`` epochs, as a row of the table."""
     histories, evaluated = [], []
     for path in sorted(folder.glob("*/metrics.jsonl")):
         history = metrics.read(path.parent)
-        is_whole = [epoch["epoch"] for epoch in history[:epochs]] == [*range(1, epochs + 1)]
-        if not is_whole or history[epochs - 1]["accuracy"] is None:
+        if [epoch["epoch"] for epoch in history] != [*range(1, epochs + 1)] or history[-1]["accuracy"] is None:
             continue
-        histories.append(history[:epochs])
+        histories.append(history)
         if (text := path.with_name("eval.txt")).exists():
-            evaluated += [float(number) / 100 for number in re.findall(r"test images: ([\d.]+) %", text.read_text())]
+            numbers = re.findall(r"test images: ([\d.]+) %", text.read_text())
+            evaluated += [float(number) / 100 for number in numbers[-1:]]
     if not histories:
         return None
+    if len(evaluated) < len(histories):
+        evaluated = []
     accuracies = [history[-1]["accuracy"] for history in histories]
     seconds = min(median(epoch["seconds"] for epoch in history) for history in histories)
     memory = max(history[-1]["peak_memory_mib"] or 0 for history in histories)
@@ -56,7 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         rows = [line for folder in sorted(args.runs.iterdir()) if (line := row(folder, args.epochs))]
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         parser.error(str(error))
     if not rows:
         parser.error(f"{args.runs} has no folder of finished runs of {args.epochs} epochs")

@@ -35,12 +35,15 @@ def test_a_table_of_accuracies(tmp_path):
         metrics = {"epoch": 1, "seconds": 2.0 + seed, "peak_memory_mib": 100 + seed, "accuracy": None}
         epochs = [metrics, {**metrics, "epoch": 2, "seconds": 1.0 + seed, "accuracy": accuracy}]
         (run / "metrics.jsonl").write_text("".join(json.dumps(epoch) + "\n" for epoch in epochs))
-    (tmp_path / "gemini" / "1" / "eval.txt").write_text("Accuracy of the model on the test images: 84.90 %\n")
+    line = "Accuracy of the model on the test images: 84.90 %\n"
+    (tmp_path / "gemini" / "1" / "eval.txt").write_text(line)
     (tmp_path / "torch_ddp").mkdir()
     (tmp_path / "gemini" / "resumed").mkdir()
     (tmp_path / "gemini" / "resumed" / "metrics.jsonl").write_text('{"epoch": 2, "accuracy": 0.9}\n' * 2)
-    lines = launch(None, "benchmarks/accuracy.py", tmp_path, "--epochs", 2).succeeded().stdout.splitlines()
-    assert lines[2:] == ["| gemini | 2 | 84.00 ± 1.41 % | 84.90 % | 83.00 % | 1.50 | 101 |"]
+    for evaluated in ("-", "84.85 ± 0.07 %"):  # before and after run 0 is evaluated
+        lines = launch(None, "benchmarks/accuracy.py", tmp_path, "--epochs", 2).succeeded().stdout.splitlines()
+        assert lines[2:] == [f"| gemini | 2 | 84.00 ± 1.41 % | {evaluated} | 83.00 % | 1.50 | 101 |"]
+        (tmp_path / "gemini" / "0" / "eval.txt").write_text(line + line.replace("84.90", "84.80"))
     for folder, words in (("nowhere", "No such file"), ("torch_ddp", "no folder of finished runs")):
         run = launch(None, "benchmarks/accuracy.py", tmp_path / folder)
         assert run.returncode == 2 and words in run.stderr and "Traceback" not in run.stderr
