@@ -51,7 +51,7 @@ def test_a_checkpoint_of_one_plugin_resumes_under_any_other(tmp_path):
         resume = ("-r", epoch) if epoch else ()
         arguments = ("-p", plugin, "--dummy", "-i", 1, "--epochs", epoch + 1, "-c", tmp_path, *resume)
         run = torchrun(PROCESSES, "train.py", *arguments).succeeded()
-    assert float(run.accuracies[0]) > 90
+    assert float(run.accuracies[0]) > 50  # here, too
 
 
 @pytest.mark.parametrize("plugin", PRECISIONS)
